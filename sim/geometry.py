@@ -40,7 +40,5 @@ def block_sizes(scenario: Scenario, rules: Rules) -> tuple[int, int]:
         return scheduler_size, scheduler_size
     if scenario.engine.prefix_match_unit is not None:
         return scheduler_size, scenario.engine.prefix_match_unit
-    hashed = [
-        size for group, size in zip(scenario.groups, sizes, strict=True) if is_prefix_cacheable(group)
-    ] or sizes
+    hashed = [size for group, size in zip(scenario.groups, sizes, strict=True) if is_prefix_cacheable(group)] or sizes
     return scheduler_size, math.gcd(*hashed)

@@ -35,9 +35,7 @@ _V0_33 = Rules(
 )
 _V0_32 = replace(_V0_33, release="0.32.0")
 _V0_31 = replace(_V0_32, release="0.31.0", prompt_tail_excludes_last_token=False)
-_V0_30 = replace(
-    _V0_31, release="0.30.0", dcp_sharded_flag=False, lone_request_ignores_long_prefill_threshold=False
-)
+_V0_30 = replace(_V0_31, release="0.30.0", dcp_sharded_flag=False, lone_request_ignores_long_prefill_threshold=False)
 _V0_29 = replace(_V0_30, release="0.29.0")
 
 RELEASES: dict[str, Rules] = {r.release: r for r in (_V0_29, _V0_30, _V0_31, _V0_32, _V0_33)}

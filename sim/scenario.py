@@ -35,7 +35,7 @@ class _Value(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit
     """An immutable value; equal by content; unknown keys refused; defaults left out when written."""
 
 
-class Speculative(_Value, kw_only=True):
+class Speculative(_Value, frozen=True, kw_only=True):
     """Drafted tokens per request and step, and how many of them are accepted, in turn."""
 
     method: Literal["ngram", "draft_model", "eagle"] = "ngram"
@@ -43,7 +43,7 @@ class Speculative(_Value, kw_only=True):
     accept: tuple[Natural, ...] = ()
 
 
-class Engine(_Value, kw_only=True):
+class Engine(_Value, frozen=True, kw_only=True):
     """The settings of vLLM's engine that decide block IDs. Sizes and limits are in tokens, `blocks` in blocks."""
 
     blocks: Annotated[int, Meta(ge=2)]
@@ -64,14 +64,14 @@ class Engine(_Value, kw_only=True):
     kv_events: bool = False
 
 
-class Connector(_Value, kw_only=True):
+class Connector(_Value, frozen=True, kw_only=True):
     """The KV connector, by its registered name, and its `kv_connector_extra_config`."""
 
     name: Name
     extra: dict[str, Any] = {}
 
 
-class Group(_Value, kw_only=True, tag_field="kind"):
+class Group(_Value, frozen=True, kw_only=True, tag_field="kind"):
     """One KV cache group. `block` and `kernel_block` are in tokens; `kernel_block` None means the same as `block`."""
 
     block: Count
@@ -90,33 +90,33 @@ class Group(_Value, kw_only=True, tag_field="kind"):
         return tag
 
 
-class Full(Group, kw_only=True, tag="full"):
+class Full(Group, frozen=True, kw_only=True, tag="full"):
     """Full attention."""
 
 
-class MLA(Group, kw_only=True, tag="mla"):
+class MLA(Group, frozen=True, kw_only=True, tag="mla"):
     """Multi-head latent attention: allocated like full attention, one latent vector a token."""
 
 
-class SlidingWindow(Group, kw_only=True, tag="sliding_window"):
+class SlidingWindow(Group, frozen=True, kw_only=True, tag="sliding_window"):
     """Sliding window attention over the last `window` tokens."""
 
     window: Count
 
 
-class RSWA(Group, kw_only=True, tag="rswa"):
+class RSWA(Group, frozen=True, kw_only=True, tag="rswa"):
     """Reference sliding window: the prompt is kept, the window slides over the output."""
 
     window: Count
 
 
-class ChunkedLocal(Group, kw_only=True, tag="chunked_local"):
+class ChunkedLocal(Group, frozen=True, kw_only=True, tag="chunked_local"):
     """Attention within chunks of `chunk` tokens."""
 
     chunk: Count
 
 
-class Mamba(Group, kw_only=True, tag="mamba"):
+class Mamba(Group, frozen=True, kw_only=True, tag="mamba"):
     """A state-space group: a block holds a state, not tokens."""
 
     mode: Literal["none", "align", "all"] = "none"
@@ -124,11 +124,11 @@ class Mamba(Group, kw_only=True, tag="mamba"):
     checkpoint_blocks: Natural = 0
 
 
-class Circular(Group, kw_only=True, tag="circular"):
+class Circular(Group, frozen=True, kw_only=True, tag="circular"):
     """A circular buffer: one block per request for its whole life; `block` is the ring's capacity in tokens."""
 
 
-class Cross(Group, kw_only=True, tag="cross"):
+class Cross(Group, frozen=True, kw_only=True, tag="cross"):
     """Cross attention over encoder tokens."""
 
 
@@ -140,10 +140,10 @@ class Span(NamedTuple):
 
     stream: str
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # a field hides the method of tuple
 
 
-class Add(_Value, kw_only=True):
+class Add(_Value, frozen=True, kw_only=True):
     """A request arrives. `external` and `load` speak to the scripted connector only."""
 
     id: Name
@@ -160,7 +160,7 @@ class Add(_Value, kw_only=True):
         return sum(span.count for span in self.prompt)
 
 
-class Direct(_Value, kw_only=True):
+class Direct(_Value, frozen=True, kw_only=True):
     """Direct driver: a request of `num_tokens` tokens with hand-made block tables and `local` cached tokens."""
 
     id: Name
@@ -169,49 +169,49 @@ class Direct(_Value, kw_only=True):
     tables: tuple[tuple[Natural, ...], ...]
 
 
-class Step(_Value, kw_only=True):
+class Step(_Value, frozen=True, kw_only=True):
     """`count` engine steps: schedule, act, update."""
 
     count: Count
 
 
-class Schedule(_Value, kw_only=True):
+class Schedule(_Value, frozen=True, kw_only=True):
     """The first half of a step, `count` times."""
 
     count: Count
 
 
-class Update(_Value, kw_only=True):
+class Update(_Value, frozen=True, kw_only=True):
     """The second half of a step, `count` times."""
 
     count: Count
 
 
-class Run(_Value, kw_only=True):
+class Run(_Value, frozen=True, kw_only=True):
     """Engine steps until no request is left, at most `limit`; given up after STALL_STEPS steps that schedule nothing."""
 
     limit: Count
 
 
-class Abort(_Value, kw_only=True):
+class Abort(_Value, frozen=True, kw_only=True):
     """The client of request `id` goes away."""
 
     id: Name
 
 
-class ResetPrefixCache(_Value, kw_only=True):
+class ResetPrefixCache(_Value, frozen=True, kw_only=True):
     """Forget all cached keys; `running` also preempts the running requests first."""
 
     running: bool = False
 
 
-class LoadDone(_Value, kw_only=True):
+class LoadDone(_Value, frozen=True, kw_only=True):
     """The asynchronous load of request `id` has arrived (scripted connector)."""
 
     id: Name
 
 
-class LoadFailed(_Value, kw_only=True):
+class LoadFailed(_Value, frozen=True, kw_only=True):
     """The load of request `id` failed from its block `from_block` on (scripted connector)."""
 
     id: Name
@@ -223,7 +223,7 @@ AnyStep = Add | Direct | Step | Schedule | Update | Run | Abort | ResetPrefixCac
 STALL_STEPS = 3
 
 
-class Scenario(_Value, kw_only=True):
+class Scenario(_Value, frozen=True, kw_only=True):
     """A whole case. `driver` says who is in charge: vLLM's scheduler, or hand-made tables shown to the connector."""
 
     about: str = ""
@@ -267,7 +267,7 @@ def load(path: str | Path) -> Scenario:
 def loads(text: str) -> Scenario:
     """Reads a scenario from YAML or JSON text. Raises ScenarioError."""
     try:
-        raw = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader that refuses repeated keys
+        raw = yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         place = f" in line {where.line + 1}" if where else ""
@@ -293,9 +293,7 @@ def parse(raw: object) -> Scenario:
         for i, item in enumerate(_sequence(top["groups"], "$.groups"))
     )
     steps = tuple(_parse_step(item, f"$.steps[{i}]") for i, item in enumerate(_sequence(top["steps"], "$.steps")))
-    scenario = Scenario(
-        about=about, driver=driver, engine=engine, connector=connector, groups=groups, steps=steps
-    )
+    scenario = Scenario(about=about, driver=driver, engine=engine, connector=connector, groups=groups, steps=steps)
     check(scenario)
     return scenario
 
@@ -366,8 +364,12 @@ def _parse_step(raw: object, path: str) -> AnyStep:
         except ScenarioError as error:
             raise ScenarioError(error.path.removesuffix("." + bare), error.reason) from None
     if step_type is Add and isinstance(value, dict) and "prompt" in value:
-        value = {**value, "prompt": [_parse_span(s, f"{path}.prompt[{i}]")
-                                     for i, s in enumerate(_sequence(value["prompt"], f"{path}.prompt"))]}
+        value = {
+            **value,
+            "prompt": [
+                _parse_span(s, f"{path}.prompt[{i}]") for i, s in enumerate(_sequence(value["prompt"], f"{path}.prompt"))
+            ],
+        }
     return _convert(value if value is not None else {}, step_type, path)  # type: ignore[no-any-return]
 
 
@@ -394,8 +396,11 @@ def check(scenario: Scenario) -> None:
     for i, step in enumerate(scenario.steps):
         path = f"$.steps[{i}]"
         if isinstance(step, Direct) != (scenario.driver == "direct") and isinstance(step, (Add, Direct)):
-            raise ScenarioError(path, f"the {scenario.driver} driver takes "
-                                + ("'direct' steps" if scenario.driver == "direct" else "'add' steps"))
+            raise ScenarioError(
+                path,
+                f"the {scenario.driver} driver takes "
+                + ("'direct' steps" if scenario.driver == "direct" else "'add' steps"),
+            )
         if isinstance(step, Add):
             _check_add(step, scenario.engine, f"{path}.add")
             live.add(step.id)
