@@ -22,16 +22,12 @@ class Rules:
     """The partial key of a prompt's tail ends at the last hash boundary at or below P - 1 tokens (0.32+), before at or
     below P; it matters where P is a multiple of the hash block size."""
 
-    startup_check_reserves_null_block: bool
-    """vLLM's start-up check counts the null block apart from what one request of maximum length needs."""
-
 
 _V0_33 = Rules(
     release="0.33.0",
     dcp_sharded_flag=True,
     lone_request_ignores_long_prefill_threshold=True,
     prompt_tail_excludes_last_token=True,
-    startup_check_reserves_null_block=True,
 )
 _V0_32 = replace(_V0_33, release="0.32.0")
 _V0_31 = replace(_V0_32, release="0.31.0", prompt_tail_excludes_last_token=False)

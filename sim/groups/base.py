@@ -84,6 +84,10 @@ class GroupManager:
         """From `num_tokens` computed tokens on, the largest count at which no further block is skipped."""
         return NEVER
 
+    def startup_blocks(self) -> int:
+        """Blocks that vLLM's start-up check reserves for one request of the maximum length."""
+        return ceil_div(self.setting.max_model_len, self.block_size)
+
     # -- steps of an admission -----------------------------------------------------------------------------------------
 
     def key(self, request: Request, num_tokens: int) -> int:

@@ -14,6 +14,9 @@ class CircularManager(GroupManager):
     prefix_cacheable = False
     zeroable = False
 
+    def startup_blocks(self) -> int:
+        return 1
+
     def blocks_needed(
         self, request: Request, num_tokens: int, hits: Sequence[int], num_total: int, num_local: int, at_gate: bool
     ) -> int:

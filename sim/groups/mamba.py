@@ -13,7 +13,11 @@ class MambaManager(GroupManager):
 
     def __init__(self, group: Mamba, index: int, block_size: int, setting: Setting) -> None:
         super().__init__(group, index, block_size, setting)
+        self.num_speculative_blocks = group.speculative_blocks
         self.num_speculative_slots = group.speculative_blocks * block_size
+
+    def startup_blocks(self) -> int:
+        return 1 + self.num_speculative_blocks
 
     def num_skipped_tokens(self, num_computed: int) -> int:
         return num_computed - 1

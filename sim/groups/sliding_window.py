@@ -18,9 +18,12 @@ class SlidingWindowManager(GroupManager):
         self.window = group.window
         # One more than rounding up, since the window may begin inside a block.
         most = min(self.window - 1 + setting.max_in_flight_tokens, setting.max_model_len)
-        self.admission_cap = ceil_div(most, block_size) + 1
+        self.cap = self.admission_cap = ceil_div(most, block_size) + 1
         # Blocks in a row that a hit needs to have the whole window before its next token.
         self.run_needed = ceil_div(self.window - 1, block_size)
+
+    def startup_blocks(self) -> int:
+        return self.cap
 
     def num_skipped_tokens(self, num_computed: int) -> int:
         return max(0, num_computed - self.window + 1)
