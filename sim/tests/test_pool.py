@@ -1,0 +1,104 @@
+"""The free queue, exact to the order."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sim.pool import BlockPool, OutOfBlocksError
+
+
+def test_fresh_blocks_come_in_order_and_null_never():
+    pool = BlockPool(5, caching=True)
+    assert pool.free_order() == [1, 2, 3, 4]
+    assert pool.take(4) == [1, 2, 3, 4]
+    assert pool.num_free == 0
+
+
+def test_taking_too_many_takes_nothing():
+    pool = BlockPool(5, caching=True)
+    with pytest.raises(OutOfBlocksError):
+        pool.take(5)
+    assert pool.free_order() == [1, 2, 3, 4]
+
+
+def test_keyless_blocks_go_to_the_head_as_one_run_and_keyed_ones_to_the_tail():
+    pool = BlockPool(8, caching=True)
+    pool.take(5)
+    pool.insert(100, 2)
+    pool.insert(200, 4)
+    pool.release([5, 4, 3, 2, 1])
+    assert pool.free_order() == [5, 3, 1, 6, 7, 4, 2]
+
+
+def test_null_is_neither_released_nor_touched():
+    pool = BlockPool(3, caching=True)
+    pool.release([0, 0])
+    pool.touch([0])
+    assert pool.free_order() == [1, 2]
+    assert pool.refs[0] == 0
+
+
+def test_a_touched_block_leaves_the_queue_from_the_middle():
+    pool = BlockPool(4, caching=True)
+    for key, block_id in enumerate(pool.take(3)):
+        pool.insert(key, block_id)
+    pool.release([1, 2, 3])
+    pool.touch([2])
+    assert pool.free_order() == [1, 3]
+    assert pool.refs == [0, 0, 1, 0]
+
+
+def test_taking_evicts_all_keys_of_a_block():
+    pool = BlockPool(2, caching=True)
+    pool.take(1)
+    pool.insert(7, 1)
+    pool.insert(8, 1)
+    pool.release([1])
+    assert pool.lookup(7) == pool.lookup(8) == 1
+    pool.take(1)
+    assert pool.lookup(7) is pool.lookup(8) is None
+    assert pool.links == {}
+
+
+def test_a_lookup_finds_the_earliest_link_that_is_left():
+    pool = BlockPool(4, caching=True)
+    pool.take(3)
+    for block_id in (2, 1, 3):
+        pool.insert(9, block_id)
+    assert pool.lookup(9) == 2
+    pool.drop_keys(2)
+    assert pool.lookup(9) == 1
+
+
+def test_reset_needs_all_blocks_free_and_keeps_the_order():
+    pool = BlockPool(4, caching=True)
+    pool.take(2)
+    pool.insert(5, 1)
+    pool.release([2])
+    assert not pool.reset()
+    assert pool.lookup(5) == 1
+    pool.release([1])
+    order = pool.free_order()
+    assert pool.reset()
+    assert pool.lookup(5) is None
+    assert pool.free_order() == order == [2, 3, 1]
+
+
+@given(st.data())
+def test_every_block_is_free_or_held(data):
+    pool = BlockPool(data.draw(st.integers(2, 9)), caching=True)
+    held: list[int] = []
+    for key in range(data.draw(st.integers(0, 30))):
+        if held and data.draw(st.booleans()):
+            block_id = held.pop(data.draw(st.integers(0, len(held) - 1)))
+            if data.draw(st.booleans()):
+                pool.insert(key, block_id)
+            pool.release([block_id])
+        elif pool.num_free:
+            held += pool.take(data.draw(st.integers(1, pool.num_free)))
+        order = pool.free_order()
+        assert len(order) == pool.num_free == len(set(order))
+        assert sorted(order + held) == list(range(1, pool.num_blocks))
+        assert {b for b in range(1, pool.num_blocks) if pool.refs[b] == 0} == set(order)
