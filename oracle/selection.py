@@ -14,6 +14,8 @@ NULL = 0
 def blocks_of_tokens(table: Sequence[int], block_size: int, start: int, end: int) -> list[int]:
     """The non-null blocks that hold at least one of the tokens [start, end), in order. Tokens beyond the table have no
     block. block_size is the effective one, in tokens."""
+    if start >= end:
+        return []
     return [
         block_id
         for position, block_id in enumerate(table)
