@@ -1,0 +1,139 @@
+"""The generator: valid input only, the same for the same seed, and the whole space within reach."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from diff_tests.generate import FEATURES, KINDS, HypothesisChooser, SeededChooser, case_seed, generate, page_bytes
+from sim.history import Acted
+from sim.refusals import refusal
+from sim.releases import NEWEST, RELEASES, Rules
+from sim.scenario import Add, Circular, Direct, Mamba, Scenario, check, dump, loads
+from sim.simulator import Simulator
+from sim.startup import smallest_pool
+
+NUM_CASES = 1500
+
+
+def _cases(release: str = NEWEST, num_cases: int = NUM_CASES) -> list[Scenario]:
+    return [generate(SeededChooser(case_seed(7, i)), RELEASES[release]) for i in range(num_cases)]
+
+
+@st.composite
+def scenarios(draw: st.DrawFn, release: str) -> Scenario:
+    return generate(HypothesisChooser(draw), RELEASES[release])
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_every_case_is_valid_and_none_is_refused(release: str) -> None:
+    for scenario in _cases(release, 600):
+        check(scenario)
+        assert refusal(scenario, RELEASES[release]) is None
+
+
+def test_the_same_seed_gives_the_same_cases_and_another_seed_others() -> None:
+    assert _cases(num_cases=50) == _cases(num_cases=50)
+    assert _cases(num_cases=50) != [generate(SeededChooser(case_seed(8, i)), RELEASES[NEWEST]) for i in range(50)]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(st.data(), st.sampled_from(list(RELEASES)))
+def test_hypothesis_explores_the_same_space(data: st.DataObject, release: str) -> None:
+    scenario = data.draw(scenarios(release))
+    check(scenario)
+    assert loads(dump(scenario)) == scenario
+
+
+def test_every_feature_and_kind_turns_up() -> None:
+    cases = _cases()
+    engines = [scenario.engine for scenario in cases]
+    kinds = Counter(group.kind for scenario in cases for group in scenario.groups)
+    assert set(kinds) == set(KINDS)
+    seen = {
+        "direct driver": any(s.driver == "direct" for s in cases),
+        "no connector": any(s.connector is None for s in cases),
+        "mixed blocks": any(len({g.block for g in s.groups}) > 1 for s in cases),
+        "dcp 2 and 4": {1, 2, 4} <= {e.dcp for e in engines},
+        "caching off": any(not e.prefix_caching for e in engines),
+        "chunked prefill off": any(not e.chunked_prefill for e in engines),
+        "dense and interval": {True, False} == {e.retention_interval is None for e in engines}
+        and any(e.retention_interval for e in engines),
+        "gate off": any(not e.reserve_full_isl for e in engines),
+        "watermark": any(e.watermark for e in engines),
+        "long prefill": any(e.long_prefill_token_threshold for e in engines),
+        "kernel blocks": any(g.kernel_block for s in cases for g in s.groups),
+        "fp8": any(g.dtype.startswith("fp8") for s in cases for g in s.groups),
+        "id used again": any(_repeats_id(s) for s in cases),
+        "output quoted": any(_quotes_output(s) for s in cases),
+    }
+    assert [name for name, holds in seen.items() if not holds] == []
+
+
+def _repeats_id(scenario: Scenario) -> bool:
+    ids = [step.id for step in scenario.steps if isinstance(step, Add)]
+    return len(set(ids)) < len(ids)
+
+
+def _quotes_output(scenario: Scenario) -> bool:
+    return any(
+        span.stream.endswith(".out") for step in scenario.steps if isinstance(step, Add) for span in step.prompt
+    )
+
+
+def test_features_can_be_switched_off() -> None:
+    only = tuple(name for name in FEATURES if name not in ("direct", "connector", "several_groups"))
+    for i in range(200):
+        scenario = generate(SeededChooser(i), RELEASES[NEWEST], only)
+        assert scenario.driver == "scheduler"
+        assert scenario.connector is None
+        assert len(scenario.groups) == 1
+
+
+def test_pools_reach_down_to_the_smallest_and_sometimes_below() -> None:
+    distances = Counter()
+    for scenario in _cases():
+        if scenario.driver == "scheduler":
+            difference = scenario.engine.blocks - smallest_pool(scenario, RELEASES[NEWEST])
+            distances["below" if difference < 0 else "smallest" if difference == 0 else "above"] += 1
+    assert all(distances[name] > 20 for name in ("below", "smallest", "above"))
+
+
+def test_a_run_ends_wherever_the_pool_passes_the_start_up_check() -> None:
+    """Otherwise an ID would be used again while its request is alive."""
+    rules = RELEASES[NEWEST]
+    for scenario in _cases(num_cases=600):
+        if scenario.driver == "direct" or scenario.connector is not None:
+            continue
+        if scenario.engine.blocks < smallest_pool(scenario, rules):
+            continue
+        results = [r.result for r in Simulator(scenario, rules).history() if isinstance(r, Acted) and r.action == "run"]
+        assert set(results) == {"idle"}
+
+
+@pytest.mark.parametrize("rules", RELEASES.values(), ids=list(RELEASES))
+def test_hand_made_tables_are_what_an_allocator_gives(rules: Rules) -> None:
+    cases = [generate(SeededChooser(i), rules, ("direct", "several_groups", "mixed_blocks")) for i in range(2000)]
+    for scenario in cases:
+        held: list[int] = []
+        for step in scenario.steps:
+            if isinstance(step, Direct):
+                for group, table in zip(scenario.groups, step.tables, strict=True):
+                    blocks = [block_id for block_id in table if block_id]
+                    held += blocks
+                    assert table[: len(table) - len(blocks)] == (0,) * (len(table) - len(blocks))
+                    assert not isinstance(group, Circular) or len(table) == 1
+                    # The state after the computed tokens, and one more where the next token starts a block.
+                    assert not isinstance(group, Mamba) or len(blocks) in (1, 2)
+        assert len(set(held)) == len(held)
+
+
+def test_kernel_blocks_divide_blocks_of_equal_pages_only() -> None:
+    for scenario in _cases():
+        if any(group.kernel_block is not None for group in scenario.groups):
+            pages = {page_bytes(group) for group in scenario.groups if not isinstance(group, Mamba)}
+            assert len(pages) == 1
+            assert all(group.kernel_block is None for group in scenario.groups if isinstance(group, Mamba))
