@@ -83,6 +83,9 @@ class _State(Struct, kw_only=True, omit_defaults=True):
     deferred: list[list[int]] | None = None
 
 
+ALWAYS_READ_BLOCKS = 4096
+READ_EVERY_STEPS = 16
+
 STATE_FIELDS = ("tables", "free", "refs", "keys", "deferred")
 
 
@@ -142,6 +145,14 @@ class Acted(_State, kw_only=True, omit_defaults=True, tag_field="record", tag="a
     action: str
     request: str | None = None
     result: str = "done"
+
+
+def is_pool_read(num_blocks: int, record: StateRecord) -> bool:
+    """Whether `free`, `refs` and `keys` are read for this record: always, except in large pools, where the order is
+    read every few steps, after scheduling, and outside steps, so also at the end of a `run`."""
+    if num_blocks <= ALWAYS_READ_BLOCKS or isinstance(record, (Start, Acted)):
+        return True
+    return isinstance(record, Scheduled) and record.step % READ_EVERY_STEPS == 0
 
 
 class Failure(Struct, kw_only=True, omit_defaults=True, tag_field="record", tag="failure"):

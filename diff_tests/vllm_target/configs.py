@@ -1,0 +1,470 @@
+"""From a scenario to vLLM's own configuration objects, on every release.
+
+The engine core's start-up code does the work, with a stand-in for the workers: it resolves the layout, plans the KV
+cache and settles block sizes exactly as a real engine of that release. Two things are ours: the groups come from the
+scenario instead of a model, and the check for a minimal pool is off (smaller pools are valid scenarios).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm.v1.engine.core as engine_core_module
+from msgspec.structs import replace
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
+from vllm.v1 import kv_cache_interface as kv
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+from diff_tests.vllm_target.backends import customized
+from diff_tests.vllm_target.releases import cache_root
+from sim.geometry import FULL_LIKE
+from sim.scenario import (
+    MLA,
+    RSWA,
+    AnyGroup,
+    ChunkedLocal,
+    Circular,
+    Cross,
+    Full,
+    Mamba,
+    Scenario,
+    SlidingWindow,
+)
+
+# Where the planner lives: a module of its own since 0.33.
+try:
+    from vllm.v1.core import kv_cache_planning as planning  # type: ignore[import-not-found,unused-ignore]
+except ImportError:
+    planning = kv_cache_utils
+
+_TORCH_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    # A worker stores fp8 as plain bytes; the quantisation mode says what they mean.
+    "fp8_e4m3": torch.uint8,
+    "fp8_e5m2": torch.uint8,
+}
+_FP8 = frozenset({"fp8_e4m3", "fp8_e5m2"})
+# More than any scenario asks for: positions are never the limit.
+_MAX_POSITIONS = 1 << 30
+_MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 2048,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    # 64 heads divide by any tensor parallel size we use; one KV head, because decode context parallelism wants
+    # more ranks than KV heads.
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 1024,
+    "max_position_embeddings": _MAX_POSITIONS,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "tie_word_embeddings": True,
+}
+# Backends prefer layers outermost. Pages of different sizes fit only side by side within a block, and a backend of such
+# a model declares that.
+_LAYER_OUTER = ["LBNHC", "LBHNC"]
+_BLOCK_OUTER = ["BLHNC"]
+
+
+class Unsupported(ValueError):
+    """The scenario asks for something that this vLLM's configuration cannot express."""
+
+
+@dataclasses.dataclass
+class EngineSetup:
+    """What a real engine core holds before it builds its scheduler. Block sizes in tokens."""
+
+    vllm_config: VllmConfig
+    scheduler_config: kv.KVCacheConfig
+    worker_config: kv.KVCacheConfig
+    scheduler_block_size: int
+    hash_block_size: int
+
+
+def warm_up() -> None:
+    """Builds the model that most scenarios share: the first one of a process has vLLM inspect its architecture."""
+    _base_model("bfloat16")
+
+
+def build(scenario: Scenario) -> EngineSetup:
+    """Configures an engine for the scenario. Raises whatever vLLM raises on a configuration that it refuses."""
+    vllm_config = _vllm_config(scenario)
+    executor = _Executor(scenario)
+    with _pool_check(enabled=False), _groups_from(scenario):
+        scheduler_config = _start_engine(vllm_config, executor)
+    scheduler_block_size, hash_block_size = resolve_kv_cache_block_sizes(scheduler_config, vllm_config)
+    return EngineSetup(vllm_config, scheduler_config, executor.worker_config(), scheduler_block_size, hash_block_size)
+
+
+def smallest_pool(scenario: Scenario) -> int:
+    """The smallest pool, in blocks with the null block, that vLLM's start-up check admits. Raises if none is."""
+
+    # The check compares bytes with the need of one request of maximum length; doubling and halving find its edge.
+    def admits(num_blocks: int) -> bool:
+        sized = _with_blocks(scenario, num_blocks)
+        vllm_config = _vllm_config(sized)
+        with _pool_check(enabled=True), _groups_from(sized):
+            try:
+                _start_engine(vllm_config, _Executor(sized))
+            except _PoolTooSmall:
+                return False
+        return True
+
+    low, high = 1, 2
+    while not admits(high):
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2  # floor: between low, refused, and high, admitted
+        low, high = (low, middle) if admits(middle) else (middle, high)
+    return high
+
+
+def _with_blocks(scenario: Scenario, num_blocks: int) -> Scenario:
+    return replace(scenario, engine=replace(scenario.engine, blocks=num_blocks))
+
+
+# ------------------------------------------------------------------------------------------------------------ the engine
+
+
+class _PoolTooSmall(Exception):
+    """vLLM's start-up check said no."""
+
+
+class _Executor:
+    """Stands in for the workers while the engine core starts: it reports the scenario's layers, keeps their config."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._specs = layer_specs(scenario)
+        self._configs: list[kv.KVCacheConfig] = []
+
+    def worker_config(self) -> kv.KVCacheConfig:
+        return self._configs[0]
+
+    def get_kv_cache_specs(self) -> list[dict[str, kv.KVCacheSpec]]:
+        return [self._specs]
+
+    def get_supported_kv_cache_layouts(self) -> list[list[str]]:
+        page_sizes = {spec.page_size_bytes for spec in self._specs.values()}
+        return [_LAYER_OUTER if len(page_sizes) == 1 else _BLOCK_OUTER]
+
+    def determine_available_memory(self) -> list[int]:
+        # Overridden by num_gpu_blocks_override; it must only be positive.
+        return [1 << 50]
+
+    def initialize_from_config(self, configs: list[kv.KVCacheConfig]) -> None:
+        self._configs = configs
+
+    def set_kv_cache_layout(self, *_: object) -> None:
+        pass
+
+    def compile_or_warm_up_model(self) -> None:
+        pass
+
+
+class _Core:
+    """The part of an engine core that its start-up code reads and writes."""
+
+    def __init__(self, vllm_config: VllmConfig, executor: _Executor) -> None:
+        self.vllm_config = vllm_config
+        self.model_executor = executor
+        self.available_gpu_memory_for_kv_cache = -1
+
+
+def _start_engine(vllm_config: VllmConfig, executor: _Executor) -> kv.KVCacheConfig:
+    core: Any = _Core(vllm_config, executor)
+    return engine_core_module.EngineCore._initialize_kv_caches(core, vllm_config)
+
+
+@contextmanager
+def _pool_check(enabled: bool) -> Iterator[None]:
+    """Turns vLLM's check for a minimal pool off, or makes its refusal tellable from other errors."""
+    original = planning._check_enough_kv_cache_memory
+
+    def off(*_: object) -> None:
+        pass
+
+    def telling(*args: Any) -> None:
+        try:
+            original(*args)
+        except ValueError as error:
+            raise _PoolTooSmall(str(error)) from error
+
+    planning._check_enough_kv_cache_memory = telling if enabled else off
+    try:
+        yield
+    finally:
+        planning._check_enough_kv_cache_memory = original
+
+
+@contextmanager
+def _groups_from(scenario: Scenario) -> Iterator[None]:
+    """Makes the planner take the scenario's groups, in order, instead of grouping the layers itself."""
+    original = planning.get_kv_cache_groups
+
+    def groups(_: VllmConfig, specs: dict[str, kv.KVCacheSpec]) -> list[kv.KVCacheGroupSpec]:
+        return [
+            kv.KVCacheGroupSpec(names, specs[names[0]], is_eagle_group=group.draft)
+            for group, names in zip(scenario.groups, layer_names(scenario), strict=True)
+        ]
+
+    planning.get_kv_cache_groups = groups
+    try:
+        yield
+    finally:
+        planning.get_kv_cache_groups = original
+
+
+# ----------------------------------------------------------------------------------------------------------- the configs
+
+
+@functools.cache
+def _model_folder() -> str:
+    folder = Path(cache_root(), "model")
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(_MODEL)
+    config = folder / "config.json"
+    if not config.exists() or config.read_text() != text:
+        # Children of several releases share the folder: none may read a half-written file.
+        partial = folder / f"config.json.{id(text)}"
+        partial.write_text(text)
+        partial.replace(config)
+    return str(folder)
+
+
+@functools.cache
+def _base_model(dtype: str) -> ModelConfig:
+    return ModelConfig(
+        model=_model_folder(),
+        tokenizer=None,
+        skip_tokenizer_init=True,
+        dtype=dtype,
+        max_model_len=_MAX_POSITIONS,
+    )
+
+
+def _model_config(scenario: Scenario) -> ModelConfig:
+    """A model of the scenario's length. Copied from one built before: building one costs more than a small case."""
+    dtypes = [group.dtype for group in scenario.groups if group.dtype not in _FP8]
+    model = copy.copy(_base_model(dtypes[0] if dtypes else "bfloat16"))
+    model.max_model_len = model.original_max_model_len = scenario.engine.max_model_len
+    return model
+
+
+def _vllm_config(scenario: Scenario) -> VllmConfig:
+    engine = scenario.engine
+    model_config = _model_config(scenario)
+    scheduler_config = SchedulerConfig(
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_model_len=engine.max_model_len,
+        is_encoder_decoder=False,
+        enable_chunked_prefill=engine.chunked_prefill,
+        long_prefill_token_threshold=engine.long_prefill_token_threshold,
+        policy=engine.policy,
+        async_scheduling=engine.async_scheduling,
+        watermark=engine.watermark,
+        scheduler_reserve_full_isl=engine.reserve_full_isl,
+    )
+    cache_config = _cache_config(scenario)
+    vllm_config = VllmConfig(
+        model_config=model_config,
+        scheduler_config=scheduler_config,
+        cache_config=cache_config,
+        # As many ranks as decode context parallelism spreads a token's KV over; they exist on paper only.
+        parallel_config=ParallelConfig(tensor_parallel_size=engine.dcp, decode_context_parallel_size=engine.dcp),
+        device_config=DeviceConfig(device="cpu"),
+        kv_transfer_config=_kv_transfer_config(scenario),
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if engine.kv_events else None,
+        speculative_config=_speculative_config(scenario, model_config),
+    )
+    # Platform and model hooks rewrite these for the machine at hand; the scenario has the last word.
+    cache_config.block_size = min(group.block for group in scenario.groups)
+    cache_config.enable_prefix_caching = engine.prefix_caching
+    cache_config.cache_dtype = _cache_dtype(scenario)
+    cache_config.mamba_cache_mode = _mamba_mode(scenario)
+    cache_config.num_gpu_blocks_override = engine.blocks
+    scheduler_config.enable_chunked_prefill = engine.chunked_prefill
+    scheduler_config.async_scheduling = engine.async_scheduling
+    scheduler_config.disable_hybrid_kv_cache_manager = False
+    return vllm_config
+
+
+def _cache_config(scenario: Scenario) -> CacheConfig:
+    engine = scenario.engine
+    return CacheConfig(
+        block_size=min(group.block for group in scenario.groups),
+        enable_prefix_caching=engine.prefix_caching,
+        cache_dtype="auto",
+        mamba_cache_mode=_mamba_mode(scenario),
+        prefix_cache_retention_interval=engine.retention_interval,
+        prefix_match_unit=engine.prefix_match_unit,
+    )
+
+
+def _mamba_mode(scenario: Scenario) -> Any:
+    modes = {group.mode for group in scenario.groups if isinstance(group, Mamba)}
+    if len(modes) > 1:
+        raise Unsupported(f"one Mamba cache mode per engine, found {', '.join(sorted(modes))}")
+    return modes.pop() if modes else "none"
+
+
+def _cache_dtype(scenario: Scenario) -> Any:
+    formats = {group.dtype for group in scenario.groups if group.dtype in _FP8 and not isinstance(group, MLA)}
+    if len(formats) > 1:
+        raise Unsupported("one fp8 format per engine, except in MLA groups, which name their own")
+    formats = formats or {group.dtype for group in scenario.groups if group.dtype in _FP8}
+    return min(formats) if formats else "auto"
+
+
+def _kv_transfer_config(scenario: Scenario) -> KVTransferConfig | None:
+    connector = scenario.connector
+    if connector is None:
+        return None
+    module_path, _, name = connector.name.rpartition(":")
+    return KVTransferConfig(
+        kv_connector=name,
+        kv_connector_module_path=module_path or None,
+        kv_role="kv_both",
+        kv_connector_extra_config=dict(connector.extra),
+    )
+
+
+def _speculative_config(scenario: Scenario, model_config: ModelConfig) -> SpeculativeConfig | None:
+    speculative = scenario.engine.speculative
+    if speculative is None:
+        return None
+    if speculative.method != "ngram":
+        raise Unsupported(f"speculative method {speculative.method!r} needs a draft model")
+    return SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=speculative.tokens,
+        prompt_lookup_max=2,
+        prompt_lookup_min=1,
+        target_model_config=model_config,
+        target_parallel_config=ParallelConfig(),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- the specs
+
+
+def layer_names(scenario: Scenario) -> list[list[str]]:
+    """Layer names per group: `g0.l0`, `g0.l1`, ..."""
+    return [[f"g{g}.l{i}" for i in range(group.layers)] for g, group in enumerate(scenario.groups)]
+
+
+def layer_specs(scenario: Scenario) -> dict[str, kv.KVCacheSpec]:
+    """vLLM's KV cache spec of every layer, group by group."""
+    specs = [_spec(group, scenario) for group in scenario.groups]
+    specs = _pad_states(specs)
+    names = layer_names(scenario)
+    return {name: spec for spec, group_names in zip(specs, names, strict=True) for name in group_names}
+
+
+def _pad_states(specs: list[kv.KVCacheSpec]) -> list[kv.KVCacheSpec]:
+    """Pads Mamba states to the attention page where all attention pages are equal, as hybrid models are set up."""
+    pages = {spec.page_size_bytes for spec in specs if not isinstance(spec, kv.MambaSpec)}
+    if len(pages) != 1:
+        return specs
+    page = pages.pop()
+    return [
+        dataclasses.replace(spec, page_size_padded=page)
+        if isinstance(spec, kv.MambaSpec) and spec.page_size_bytes < page
+        else spec
+        for spec in specs
+    ]
+
+
+def _spec(group: AnyGroup, scenario: Scenario) -> kv.KVCacheSpec:
+    if isinstance(group, Mamba):
+        return _mamba_spec(group, scenario)
+    spec_class, extra = _ATTENTION_SPECS[type(group)]
+    fields: dict[str, Any] = {
+        "block_size": group.block,
+        "num_kv_heads": group.heads,
+        "head_size": group.head_size,
+        "dtype": _TORCH_DTYPES[group.dtype],
+        **extra(group),
+        **_dcp_fields(group, scenario, spec_class),
+        **_draft_fields(group, spec_class),
+    }
+    if group.dtype in _FP8:
+        fields["kv_quant_mode"] = kv.KVQuantMode.FP8_PER_TENSOR
+        if isinstance(group, MLA):
+            fields["cache_dtype_str"] = group.dtype
+    return customized(group, spec_class(**fields))
+
+
+_Extra = Callable[[Any], dict[str, Any]]
+_ATTENTION_SPECS: dict[type, tuple[Any, _Extra]] = {
+    Full: (kv.FullAttentionSpec, lambda group: {}),
+    MLA: (kv.MLAAttentionSpec, lambda group: {}),
+    SlidingWindow: (kv.SlidingWindowSpec, lambda group: {"sliding_window": group.window}),
+    RSWA: (kv.RSWASpec, lambda group: {"rswa_window": group.window}),
+    ChunkedLocal: (kv.ChunkedLocalAttentionSpec, lambda group: {"attention_chunk_size": group.chunk}),
+    Circular: (kv.CircularBufferSpec, lambda group: {}),
+    Cross: (kv.CrossAttentionSpec, lambda group: {}),
+}
+
+
+@functools.cache
+def _field_names(spec_class: type) -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(spec_class))
+
+
+def _dcp_fields(group: AnyGroup, scenario: Scenario, spec_class: type) -> dict[str, Any]:
+    """Whether decode context parallelism shards the group, where the release's specs say so themselves."""
+    if "dcp_sharded" not in _field_names(spec_class):
+        if group.dcp_sharded is not None and scenario.engine.dcp > 1:
+            raise Unsupported("this release has no dcp_sharded flag on its KV cache specs")
+        return {}
+    if group.dcp_sharded is not None:
+        return {"dcp_sharded": group.dcp_sharded}
+    # Without DCP the flag has no meaning; the spec's own default keeps equal specs equal.
+    return {"dcp_sharded": isinstance(group, FULL_LIKE)} if scenario.engine.dcp > 1 else {}
+
+
+def _draft_fields(group: AnyGroup, spec_class: type) -> dict[str, Any]:
+    return {"is_draft": True} if group.draft and "is_draft" in _field_names(spec_class) else {}
+
+
+def _mamba_spec(group: Mamba, scenario: Scenario) -> kv.MambaSpec:
+    fields: dict[str, Any] = {
+        "block_size": group.block,
+        "shapes": ((group.heads, group.head_size),),
+        "dtypes": (_TORCH_DTYPES[group.dtype],),
+        "mamba_cache_mode": group.mode,
+        "num_speculative_blocks": group.speculative_blocks,
+        "num_prefill_checkpoint_blocks": group.checkpoint_blocks,
+        **_draft_fields(group, kv.MambaSpec),
+    }
+    if group.checkpoint_blocks and "prefill_checkpoint_alignment" in _field_names(kv.MambaSpec):
+        # A backend that can export a state anywhere.
+        fields["prefill_checkpoint_alignment"] = 1
+    if group.dcp_sharded is not None and "dcp_sharded" in _field_names(kv.MambaSpec):
+        fields["dcp_sharded"] = group.dcp_sharded
+    return kv.MambaSpec(**fields)

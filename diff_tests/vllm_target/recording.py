@@ -1,0 +1,71 @@
+"""What both drivers share: emitting records, and turning what vLLM raises into the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sim.history import Failure, Record, Scheduled
+
+Emit = Callable[[Record], None]
+
+
+class Stop(Exception):
+    """vLLM raised; the history has its last record."""
+
+
+class Recorder:
+    """Emits records. `step` is the number of the last step, from 1."""
+
+    def __init__(self, emit: Emit) -> None:
+        self.emit = emit
+        self.step = 0
+
+    @contextmanager
+    def failing(self, phase: str) -> Iterator[None]:
+        """Whatever vLLM raises inside is the end of the history."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(phase, error)
+
+    def fail(self, phase: str, error: Exception) -> None:
+        """Emits the last record and raises Stop."""
+        self.emit(Failure(step=self.step, type=type(error).__name__, phase=phase, message=str(error)))
+        raise Stop from error
+
+    def let_worker_act(self, worker: Any, metadata: Any, record: Scheduled) -> None:
+        """The worker's half of a step. If it raises, the record of the step still goes out before the failure."""
+        try:
+            record.received = worker.receive(metadata)
+            record.written = worker.act(record.received)
+        except Exception as error:
+            self.emit(record)
+            self.fail("worker", error)
+
+
+class Watch:
+    """Notes what a connector is asked, and what it is granted, without changing either."""
+
+    def __init__(self, connector: Any) -> None:
+        self.asked: list[tuple[str, int, int | None]] = []
+        self.external: dict[str, int] = {}
+        ask, grant = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
+
+        def get_num_new_matched_tokens(request: Any, num_computed_tokens: int) -> Any:
+            answer = ask(request, num_computed_tokens)
+            self.asked.append((request.request_id, num_computed_tokens, answer[0]))
+            return answer
+
+        def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> Any:
+            self.external[request.request_id] = num_external_tokens
+            return grant(request, blocks, num_external_tokens)
+
+        connector.get_num_new_matched_tokens = get_num_new_matched_tokens
+        connector.update_state_after_alloc = update_state_after_alloc
+
+    def clear(self) -> None:
+        """Forgets what was noted: a new step begins."""
+        self.asked = []
+        self.external = {}

@@ -1,0 +1,288 @@
+"""Runs a scenario through the real Scheduler and the real worker side of the connector, and writes its history."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import suppress
+from typing import Any
+
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from diff_tests.vllm_target import configs
+from diff_tests.vllm_target.defects import Defect
+from diff_tests.vllm_target.metadata import selections
+from diff_tests.vllm_target.recording import Emit, Recorder, Stop, Watch
+from diff_tests.vllm_target.state import SEES, KeyNames, StateReader
+from diff_tests.vllm_target.worker import Worker
+from oracle.contracts import Contract
+from sim.history import Acted, GroupInfo, Refusal, Scheduled, Start, Updated
+from sim.scenario import (
+    STALL_STEPS,
+    Abort,
+    Add,
+    ResetPrefixCache,
+    Run,
+    Scenario,
+    Schedule,
+    Step,
+    Tokens,
+    Update,
+)
+
+
+def run(scenario: Scenario, release: str, contract: Contract | None, defect: Defect | None, emit: Emit) -> None:
+    """Executes the scenario and emits its records one by one. Exceptions of vLLM become records."""
+    try:
+        engine = _Engine(scenario, contract, defect)
+    except Exception as error:
+        emit(Refusal(type=type(error).__name__, message=str(error)))
+        return
+    driver = SchedulerDriver(scenario, engine, defect, emit)
+    emit(driver.start_record(release))
+    with suppress(Stop):
+        driver.run()
+
+
+class _Engine:
+    """Scheduler and worker of one engine. Building it raises whatever vLLM raises."""
+
+    def __init__(self, scenario: Scenario, contract: Contract | None, defect: Defect | None) -> None:
+        setup = configs.build(scenario)
+        vllm_config = setup.vllm_config
+        # The worker comes first, as in a real engine: it has its memory before there is a scheduler.
+        self.worker = Worker(scenario, setup, contract) if scenario.connector is not None else None
+        self.scheduler: Any = vllm_config.scheduler_config.get_scheduler_cls()(
+            vllm_config=vllm_config,
+            kv_cache_config=setup.scheduler_config,
+            structured_output_manager=StructuredOutputManager(vllm_config),
+            block_size=setup.scheduler_block_size,
+            hash_block_size=setup.hash_block_size,
+            log_stats=False,
+        )
+        self.scheduler_block_size = setup.scheduler_block_size
+        self.hash_block_size = setup.hash_block_size
+        self.block_hasher = None
+        if scenario.engine.prefix_caching or scenario.connector is not None:
+            hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+            init_none_hash(hash_function)
+            self.block_hasher = get_request_block_hasher(setup.hash_block_size, hash_function)
+        if defect is not None:
+            defect.plant(self.scheduler, self.worker)
+
+
+class SchedulerDriver:
+    """One scenario on one engine. Steps count calls of `schedule` from 1; outputs wait in `_in_flight` until processed."""
+
+    def __init__(self, scenario: Scenario, engine: _Engine, defect: Defect | None, emit: Emit) -> None:
+        self._scenario = scenario
+        self._engine = engine
+        self._scheduler = engine.scheduler
+        self._worker = engine.worker
+        self._defect = defect
+        self._out = Recorder(emit)
+        self._tokens = Tokens(scenario)
+        self._names = KeyNames(engine.hash_block_size)
+        self._state = StateReader(engine.scheduler, self._names)
+        self._watch = Watch(engine.scheduler.connector) if engine.scheduler.connector is not None else None
+        self._requests: dict[str, Request] = {}
+        self._was_admitted: set[Request] = set()
+        self._num_added = 0
+        self._in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
+
+    def start_record(self, release: str) -> Start:
+        scenario = self._scenario
+        managers = self._scheduler.kv_cache_manager.coordinator.single_type_managers
+        record = Start(
+            source="vllm",
+            release=release,
+            connector=scenario.connector.name if scenario.connector else None,
+            scheduler_block_size=self._engine.scheduler_block_size,
+            hash_block_size=self._engine.hash_block_size,
+            groups=[
+                GroupInfo(kind=group.kind, block_size=manager.block_size, layers=names)
+                for group, manager, names in zip(scenario.groups, managers, configs.layer_names(scenario), strict=True)
+            ],
+            sees=SEES,
+            written=self._worker.written_at_start if self._worker else None,
+        )
+        self._state.fill_in(record)
+        return record
+
+    def run(self) -> None:
+        """All steps of the scenario. Raises Stop after a Failure record."""
+        for step in self._scenario.steps:
+            if isinstance(step, Add):
+                self._add(step)
+            elif isinstance(step, Step):
+                for _ in range(step.count):
+                    self._engine_step()
+            elif isinstance(step, Schedule):
+                for _ in range(step.count):
+                    self._schedule()
+            elif isinstance(step, Update):
+                for _ in range(min(step.count, len(self._in_flight))):
+                    self._update()
+            elif isinstance(step, Run):
+                self._run_until_idle(step.limit)
+            elif isinstance(step, Abort):
+                self._abort(step.id)
+            elif isinstance(step, ResetPrefixCache):
+                self._reset_prefix_cache(step.running)
+            else:
+                self._out.fail("action", configs.Unsupported(f"no connector here takes {type(step).__name__} steps"))
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _add(self, add: Add) -> None:
+        with self._out.failing("add"):
+            request = Request(
+                request_id=add.id,
+                prompt_token_ids=self._tokens.prompt(add),
+                sampling_params=SamplingParams(max_tokens=add.max_tokens),
+                pooling_params=None,
+                arrival_time=float(self._num_added),
+                lora_request=_lora_request(add.lora),
+                cache_salt=add.salt,
+                priority=add.priority,
+                block_hasher=self._engine.block_hasher,
+            )
+            self._num_added += 1
+            self._names.add(request)
+            self._scheduler.add_request(request)
+        self._requests[add.id] = request
+
+    def _engine_step(self) -> bool:
+        """A whole step of a synchronous engine. Returns whether anything was scheduled."""
+        any_scheduled = self._schedule()
+        self._update()
+        return any_scheduled
+
+    def _run_until_idle(self, limit: int) -> None:
+        num_empty = 0
+        result = "idle"
+        for _ in range(limit):
+            if not self._scheduler.get_num_unfinished_requests():
+                break
+            num_empty = 0 if self._engine_step() else num_empty + 1
+            if num_empty == STALL_STEPS:
+                result = "stalled"
+                break
+        else:
+            if self._scheduler.get_num_unfinished_requests():
+                result = "limit"
+        self._acted(Acted(step=self._out.step, action="run", result=result))
+
+    def _abort(self, request_id: str) -> None:
+        was_there = request_id in self._scheduler.requests
+        with self._out.failing("action"):
+            self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+        self._acted(Acted(step=self._out.step, action="abort", request=request_id, result="done" if was_there else "gone"))
+
+    def _reset_prefix_cache(self, running: bool) -> None:
+        with self._out.failing("action"):
+            done = self._scheduler.reset_prefix_cache(reset_running_requests=running)
+        self._acted(Acted(step=self._out.step, action="reset_prefix_cache", result="done" if done else "refused"))
+
+    def _acted(self, record: Acted) -> None:
+        self._state.fill_in(record)
+        self._out.emit(record)
+
+    # -- the two halves of a step --------------------------------------------------------------------------------------
+
+    def _schedule(self) -> bool:
+        """Schedules, and lets the worker act. Returns whether anything was scheduled."""
+        self._out.step += 1
+        if self._watch is not None:
+            self._watch.clear()
+        with self._out.failing("schedule"):
+            output = self._scheduler.schedule()
+        record = self._scheduled_record(output)
+        self._state.fill_in(record)
+        if self._worker is not None:
+            metadata = output.kv_connector_metadata
+            if self._defect is not None:
+                metadata = self._defect.on_the_way(metadata)
+            self._out.let_worker_act(self._worker, metadata, record)
+        self._out.emit(record)
+        self._in_flight.append((output, self._sample(output)))
+        return bool(output.num_scheduled_tokens)
+
+    def _scheduled_record(self, output: Any) -> Scheduled:
+        watch = self._watch
+        external = watch.external if watch is not None else {}
+        admissions = _admissions(output)
+        fresh = [request_id for request_id in admissions if self._requests[request_id] not in self._was_admitted]
+        self._was_admitted.update(self._requests[request_id] for request_id in fresh)
+        return Scheduled(
+            step=self._out.step,
+            scheduled=dict(output.num_scheduled_tokens),
+            admitted=fresh,
+            resumed=[request_id for request_id in admissions if request_id not in fresh],
+            preempted=sorted(output.preempted_req_ids or ()),
+            # What an admission starts from is local and external tokens together.
+            hits={request_id: start - external.get(request_id, 0) for request_id, start in admissions.items()},
+            external={request_id: external.get(request_id, 0) for request_id in admissions},
+            zeroed=list(output.new_block_ids_to_zero or ()),
+            copies=[(copy.src_block_id, copy.dst_block_id) for copy in output.kv_cache_block_copies or ()],
+            asked=watch.asked if watch is not None else None,
+            selected=selections(output.kv_connector_metadata) if watch is not None else None,
+        )
+
+    def _sample(self, output: Any) -> ModelRunnerOutput:
+        """The model's answer: one token for each request whose tokens are all computed now."""
+        request_ids = list(output.num_scheduled_tokens)
+        sampled = []
+        for request_id in request_ids:
+            request = self._requests[request_id]
+            # A request with outputs still in flight continues after them.
+            is_through = request.num_computed_tokens >= request.num_tokens
+            sampled.append([self._tokens.output(request_id, request.num_output_tokens)] if is_through else [])
+        return ModelRunnerOutput(
+            req_ids=request_ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
+            sampled_token_ids=sampled,
+        )
+
+    def _update(self) -> None:
+        """Processes the oldest output in flight."""
+        output, sampled = self._in_flight.popleft()
+        num_before = {i: self._requests[i].num_output_tokens for i in output.num_scheduled_tokens}
+        with self._out.failing("update"):
+            self._scheduler.update_from_output(output, sampled)
+        record = Updated(step=self._out.step - len(self._in_flight))
+        for request_id, num_outputs in num_before.items():
+            request = self._requests[request_id]
+            if request.num_output_tokens > num_outputs:
+                record.new_tokens[request_id] = request.num_output_tokens - num_outputs
+                self._names.extend(request)
+            if request.is_finished():
+                record.finished.append(request_id)
+        self._state.fill_in(record)
+        self._out.emit(record)
+
+
+def _admissions(output: Any) -> dict[str, int]:
+    """Tokens from which each request admitted in this step starts, in order of admission.
+
+    Depending on the runner that a release assumes, resumed requests come among the new ones or among the cached ones.
+    """
+    starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    for request_id, start in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        if request_id in cached.resumed_req_ids:
+            starts[request_id] = start
+    return starts
+
+
+def _lora_request(name: str | None) -> LoRARequest | None:
+    """Two requests use the same adapter iff its name is the same; the number follows from the name."""
+    if name is None:
+        return None
+    number = int.from_bytes(name.encode()[:4], "big") % (1 << 31) + 1
+    return LoRARequest(lora_name=name, lora_int_id=number, lora_path=f"adapters/{name}")

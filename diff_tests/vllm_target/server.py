@@ -1,0 +1,37 @@
+"""What the child does with a scenario, once vLLM is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from diff_tests.vllm_target import configs, direct_driver, scheduler_driver
+from diff_tests.vllm_target.connectors import contract_name, with_connector
+from diff_tests.vllm_target.defects import DEFECTS
+from oracle.contracts import contract_for
+from sim.history import Record
+from sim.releases import rules_of
+from sim.scenario import Scenario
+
+
+class Server:
+    """Executes scenarios on one vLLM with one connector."""
+
+    def __init__(self, version: str, judged_by: str, connector: str | None, defect: str | None) -> None:
+        """connector: the name for vLLM's configuration that replaces each scenario's own, if any."""
+        self._version = version
+        self._rules = rules_of(judged_by)
+        self._connector = connector
+        self._contract_name = contract_name(connector) if connector else None
+        self._defect = defect
+
+    def run(self, scenario: Scenario, emit: Callable[[Record], None]) -> None:
+        """Executes the scenario and emits its records."""
+        contract = contract_for(with_connector(scenario, self._contract_name), self._rules)
+        defect = DEFECTS[self._defect]() if self._defect else None
+        driver = direct_driver if scenario.driver == "direct" else scheduler_driver
+        scenario = with_connector(scenario, self._connector)
+        driver.run(scenario, self._version, contract, defect, emit)
+
+    def startup_pool(self, scenario: Scenario) -> int:
+        """The smallest pool that vLLM's start-up check admits for the scenario's groups, in blocks."""
+        return configs.smallest_pool(with_connector(scenario, self._connector))

@@ -1,0 +1,115 @@
+"""Reads what vLLM's scheduler holds inside: block tables, free queue, reference counts, cached keys.
+
+Reading changes nothing. A field is given only where it differs from what was given last (None means unchanged).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash, get_group_id
+from vllm.v1.request import Request
+
+from sim.history import CachedKey, StateRecord, Tables, is_pool_read
+
+SEES = ("tables", "free", "refs", "keys")
+# A key that no request of the scenario has had. Nothing should ever show it.
+_UNKNOWN = (-1, 0)
+
+
+class KeyNames:
+    """Names hash keys by the request that had the prefix first. Hash bytes depend on the process, names do not."""
+
+    def __init__(self, hash_block_size: int) -> None:
+        self._hash_block_size = hash_block_size
+        self._first: dict[bytes, tuple[int, int]] = {}
+        self._num_named: dict[Request, int] = {}
+        self._index_of: dict[Request, int] = {}
+
+    def add(self, request: Request) -> None:
+        """A request arrived: the next `add` of the scenario."""
+        self._index_of[request] = len(self._index_of)
+        self._num_named[request] = 0
+        self.extend(request)
+
+    def extend(self, request: Request) -> None:
+        """Names the prefixes that the request has gained since the last call."""
+        hashes = request.block_hashes
+        num_named = self._num_named[request]
+        if len(hashes) > num_named:
+            for i in range(num_named, len(hashes)):
+                name = (self._index_of[request], (i + 1) * self._hash_block_size)
+                self._first.setdefault(hashes[i], name)
+            self._num_named[request] = len(hashes)
+
+    def name(self, block_hash: bytes) -> tuple[int, int]:
+        """(index of the request, tokens of the prefix)."""
+        return self._first.get(block_hash, _UNKNOWN)
+
+
+class StateReader:
+    """Reads one scheduler's state after each record. Block 0 is the null block."""
+
+    def __init__(self, scheduler: Any, names: KeyNames) -> None:
+        self._scheduler = scheduler
+        self._pool = scheduler.kv_cache_manager.block_pool
+        self._managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+        self._names = names
+        self._named: dict[bytes, tuple[int, int, int]] = {}
+        self._tables: Tables | None = None
+        self._free: list[int] | None = None
+        self._refs: list[int] | None = None
+        self._keys: list[CachedKey] | None = None
+
+    def fill_in(self, record: StateRecord) -> None:
+        """Sets the state fields of a record that differ from the last ones set."""
+        record.tables, self._tables = _changed(self._read_tables(), self._tables)
+        if is_pool_read(self._pool.num_gpu_blocks, record):
+            record.free, self._free = _changed(self._read_free(), self._free)
+            record.refs, self._refs = _changed(self._read_refs(), self._refs)
+            record.keys, self._keys = _changed(self._read_keys(), self._keys)
+
+    def _read_tables(self) -> Tables:
+        tables: Tables = {}
+        for request_id in self._scheduler.requests:
+            blocks = [manager.req_to_blocks.get(request_id, ()) for manager in self._managers]
+            if any(blocks):
+                tables[request_id] = [[block.block_id for block in table] for table in blocks]
+        return tables
+
+    def _read_free(self) -> list[int]:
+        # Walked here rather than through the queue's own listing, whose checks would raise on a broken queue.
+        queue = self._pool.free_block_queue
+        order: list[int] = []
+        block = queue.fake_free_list_head.next_free_block
+        tail = queue.fake_free_list_tail
+        limit = self._pool.num_gpu_blocks
+        while block is not None and block is not tail and len(order) <= limit:
+            order.append(block.block_id)
+            block = block.next_free_block
+        return order
+
+    def _read_refs(self) -> list[int]:
+        refs = [block.ref_cnt for block in self._pool.blocks]
+        refs[0] = 0
+        return refs
+
+    def _read_keys(self) -> list[CachedKey]:
+        keys = []
+        named = self._named
+        for key, holder in self._pool.cached_block_hash_to_block._cache.items():
+            name = named.get(key) or self._name(key)
+            blocks = [holder.block_id] if isinstance(holder, KVCacheBlock) else list(holder)
+            keys.append(CachedKey(*name, blocks))
+        keys.sort()
+        return keys
+
+    def _name(self, key: Any) -> tuple[int, int, int]:
+        name = (get_group_id(key), *self._names.name(get_block_hash(key)))
+        self._named[key] = name
+        return name
+
+
+def _changed(value: Any, last: Any) -> tuple[Any, Any]:
+    """(value to give, value to remember)."""
+    return (None, last) if value == last else (value, value)

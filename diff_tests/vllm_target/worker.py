@@ -1,0 +1,56 @@
+"""The worker's half of a step: hand the connector its metadata, let it load, look at what it did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+
+from diff_tests.vllm_target.configs import EngineSetup
+from diff_tests.vllm_target.memory import KVMemory
+from diff_tests.vllm_target.metadata import selections
+from oracle.contracts import Contract
+from sim.history import Selections, Written
+from sim.scenario import Scenario
+
+
+class Worker:
+    """One worker with the connector's worker side and real KV memory."""
+
+    def __init__(self, scenario: Scenario, setup: EngineSetup, contract: Contract | None) -> None:
+        """contract: what the connector promises; None where nobody knows, then memory is not judged."""
+        self.connector: Any = KVConnectorFactory.create_connector(
+            setup.vllm_config, KVConnectorRole.WORKER, setup.worker_config
+        )
+        self.memory = KVMemory(scenario, setup, contract.values if contract else None)
+        self._was_busy = False
+        # What registering the memory wrote, judged like any other fill.
+        self.written_at_start = self._register(contract.startup_fill() if contract else [])
+
+    def _register(self, startup_fill: list[list[int]]) -> list[Written] | None:
+        self.memory.paint()
+        self.connector.register_kv_caches(self.memory.tensors)
+        return self.memory.verify([startup_fill]) or None
+
+    def receive(self, metadata: Any) -> Selections | None:
+        """Binds the step's metadata, and says what the worker will see."""
+        self.connector.bind_connector_metadata(metadata)
+        return selections(self.connector._get_connector_metadata())
+
+    def act(self, received: Selections | None) -> list[Written] | None:
+        """Loads, and judges every byte of KV memory afterwards.
+
+        A step without work is judged only right after one with work: that is where a worker that kept old metadata
+        would write again.
+        """
+        is_busy = received is None or any(any(selection.groups) for selection in received.values())
+        judged = is_busy or self._was_busy
+        self._was_busy = is_busy
+        if judged:
+            self.memory.paint()
+        self.connector.start_load_kv(None)
+        written = self.memory.verify([selection.groups for selection in (received or {}).values()]) if judged else None
+        self.connector.wait_for_save()
+        self.connector.clear_connector_metadata()
+        return written if is_busy or written else None
