@@ -93,7 +93,7 @@ class KVCacheManager:
         for group in self.groups:
             group.allocate(request, num_tokens)
         self._cache(request, min(num_total + num_new, len(request.tokens)))
-        request.quiet_until = min(group.quiet_until(request, num_tokens) for group in self.groups)
+        request.quiet_until = min(group.quiet_until(request, num_tokens, num_total) for group in self.groups)
         return True
 
     def _blocks_needed(

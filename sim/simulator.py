@@ -18,6 +18,7 @@ from sim.history import (
     StateRecord,
     Tables,
     Updated,
+    is_pool_read,
 )
 from sim.pool import OutOfBlocksError
 from sim.refusals import refusal
@@ -161,7 +162,7 @@ class Simulator:
         return {request.id: [table.copy() for table in request.tables] for request in self.scheduler.running}
 
     def _add_state(self, record: StateRecord) -> None:
-        if self.pool.version == self._sent_version:
+        if self.pool.version == self._sent_version or not is_pool_read(self.pool.num_blocks, record):
             return
         self._sent_version = self.pool.version
         record.free = self.pool.free_order()

@@ -81,7 +81,7 @@ class GroupManager:
         return None
 
     def next_skip(self, num_tokens: int) -> int:
-        """From `num_tokens` computed tokens on, the largest count at which no further block is skipped."""
+        """The largest count of computed tokens that skips no more blocks than `num_tokens` do."""
         return NEVER
 
     def startup_blocks(self) -> int:
@@ -186,8 +186,9 @@ class GroupManager:
         request.tables[self.index] = []
         request.tracked[self.index] = None
 
-    def quiet_until(self, request: Request, num_tokens: int) -> int:
-        """With `num_tokens` tokens allocated and cached: the count up to which nothing here can change."""
+    def quiet_until(self, request: Request, num_tokens: int, num_released: int) -> int:
+        """With `num_tokens` tokens allocated and cached, and what `num_released` computed tokens skip released: the count
+        of tokens up to which nothing here can change."""
         has_slots_for = len(request.tables[self.index]) * self.block_size
         next_registration = (num_tokens // self.cache_step + 1) * self.cache_step - 1
-        return min(has_slots_for, next_registration, self.next_skip(num_tokens))
+        return min(has_slots_for, next_registration, self.next_skip(num_released))

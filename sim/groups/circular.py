@@ -34,5 +34,5 @@ class CircularManager(GroupManager):
     def cache(self, request: Request, num_tokens: int) -> None:
         """Nothing is ever cached."""
 
-    def quiet_until(self, request: Request, num_tokens: int) -> int:
+    def quiet_until(self, request: Request, num_tokens: int, num_released: int) -> int:
         return NEVER if request.tables[self.index] else 0
