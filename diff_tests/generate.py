@@ -343,7 +343,8 @@ def _choose_max_model_len(draft: _Draft) -> int:
     longest = max(request.num_prompt_tokens + request.max_tokens for request in draft.requests)
     longest_prompt = max(request.num_prompt_tokens for request in draft.requests)
     if "roomy_length" in draft.on:
-        return draft.chooser.one_of((2 * longest, 512, 4096))
+        # Small blocks and great lengths make pools of thousands of blocks, which cost time and show nothing new.
+        return max(2 * longest, draft.chooser.one_of((0, 32, 128)) * draft.base_block)
     return max(2, longest_prompt + 1, longest + draft.chooser.one_of((0, 1, 3, -1, -4)))
 
 

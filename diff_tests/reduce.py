@@ -244,14 +244,18 @@ def _renumber_blocks(scenario: Scenario) -> Scenario:
 
 
 def _drop_groups(scenario: Scenario) -> Iterator[Scenario]:
-    """Without one group."""
+    """Without one group, and then also without its share of the pool, which keeps shortage as it was."""
     for g in range(len(scenario.groups) - 1, -1, -1):
         groups = scenario.groups[:g] + scenario.groups[g + 1 :]
         steps = tuple(
             replace(step, tables=step.tables[:g] + step.tables[g + 1 :]) if isinstance(step, Direct) else step
             for step in scenario.steps
         )
-        yield replace(scenario, groups=groups, steps=steps)
+        smaller = replace(scenario, groups=groups, steps=steps)
+        yield smaller
+        num_usable = (scenario.engine.blocks - 1) * len(groups) // len(scenario.groups)  # floor: shortage stays
+        if num_usable:
+            yield _with_engine(smaller, blocks=1 + num_usable)
 
 
 def _simplify_kinds(scenario: Scenario) -> Iterator[Scenario]:

@@ -1,0 +1,540 @@
+"""The command line. Heavy imports wait until a command needs them: `simulate` runs without torch and without vLLM."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import click
+import msgspec
+
+from sim.releases import NEWEST, RELEASES, Rules
+from sim.scenario import Scenario, ScenarioError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from diff_tests.campaign import Summary
+    from diff_tests.vllm_target.target import Target, TargetInfo
+
+OK, FINDINGS, BAD_INPUT, NO_TARGET, INTERRUPTED = 0, 1, 2, 3, 130
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class InputError(click.ClickException):
+    """Something the user gave cannot be used. One sentence that names the place and what to do."""
+
+    exit_code = BAD_INPUT
+
+
+class StartError(click.ClickException):
+    """The target could not be started."""
+
+    exit_code = NO_TARGET
+
+
+class _Command(click.Command):
+    """A command whose help keeps the layout of its examples."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if self.epilog:
+            formatter.write_paragraph()
+            formatter.write("Examples:\n")
+            formatter.write("".join(f"  {line.strip()}\n" for line in self.epilog.strip().splitlines()))
+
+
+class _Group(click.Group):
+    command_class = _Command
+
+
+def main(args: list[str] | None = None) -> NoReturn:
+    """Entry point: runs a command and leaves with its exit code."""
+    sys.exit(run_cli(args))
+
+
+def run_cli(args: list[str] | None = None) -> int:
+    """Runs a command and returns its exit code: 0 as expected, 1 findings, 2 bad input, 3 no target, 130 interrupted."""
+    try:
+        return cli.main(args, prog_name="kvoracle", standalone_mode=False) or OK
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("interrupted", err=True)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone; nothing more can be said, also not at interpreter exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(importlib.metadata.version("kvoracle"), "-V", "--version", message="kvoracle %(version)s")
+def cli() -> None:
+    """Predicts which physical KV cache blocks vLLM gives to every request, runs the real vLLM beside the prediction,
+    and names the first place where they part.
+
+    Exit codes: 0 as expected (nothing found, known issues only, or a refusal that the release's rules foresee);
+    1 findings; 2 bad input; 3 the target could not be started; 130 interrupted with nothing found.
+    """
+
+
+# ------------------------------------------------------------------------------------------------------------- options
+
+
+def _vllm_option(function: F) -> F:
+    return click.option(
+        "--vllm",
+        metavar="TARGET",
+        default="current",
+        show_default=True,
+        help="Which vLLM runs: 'current' (installed here), a release such as 0.30.0 (fetched once into the cache), or "
+        "a path to a source checkout or site-packages folder.",
+    )(function)
+
+
+def _connector_option(function: F) -> F:
+    return click.option(
+        "--connector",
+        metavar="NAME",
+        help="Connector instead of the scenario's: a registered name, module:Class, or a .py file that replaces the "
+        "installed one.",
+    )(function)
+
+
+def _as_option(function: F) -> F:
+    return click.option(
+        "--as",
+        "as_release",
+        metavar="RELEASE",
+        help=f"Judge by the rules of this release instead of the target's own. Known: {', '.join(RELEASES)}.",
+    )(function)
+
+
+def _json_option(function: F) -> F:
+    return click.option(
+        "--json", "as_json", is_flag=True, help="One JSON document on standard output, nothing else there."
+    )(function)
+
+
+# ------------------------------------------------------------------------------------------------------------ commands
+
+
+@cli.command(epilog="kvoracle simulate case.yaml\nkvoracle simulate case.yaml --as 0.29.0 --json | jq .steps[0].tables")
+@click.argument("scenario", type=click.Path(path_type=Path))
+@_as_option
+@_json_option
+def simulate(scenario: Path, as_release: str | None, as_json: bool) -> int:
+    """Predict block IDs with the model alone.
+
+    Prints, per engine step, the scheduled tokens, local hits, external tokens and every live request's block table per
+    group (0 is the null block). Needs neither torch nor vLLM.
+    """
+    from diff_tests.simulation import predicted_document, print_prediction
+
+    value = _load(scenario)
+    document = _use(scenario, lambda: predicted_document(value, _rules(as_release)))
+    if as_json:
+        _print_json(document)
+    else:
+        print_prediction(_output(), document)
+    return OK
+
+
+@cli.command(epilog="kvoracle run case.yaml\nkvoracle run case.yaml --vllm 0.29.0 --json")
+@click.argument("scenario", type=click.Path(path_type=Path))
+@_vllm_option
+@_connector_option
+@_as_option
+@_json_option
+def run(scenario: Path, vllm: str, connector: str | None, as_release: str | None, as_json: bool) -> int:
+    """Run one scenario through the model and the real vLLM, compare and judge.
+
+    SCENARIO is a scenario file (YAML or JSON), a corpus case, or a failure saved by `fuzz`. Each finding names step,
+    request, group, position and block, and why that block is wrong.
+    """
+    from diff_tests.report import outcome_document, print_outcome
+    from diff_tests.run import run_on
+
+    value = _load(scenario)
+    with _Started(vllm, connector, as_release) as (target, info):
+        outcome = _use(scenario, lambda: run_on(target, value))
+    if as_json:
+        _print_json(outcome_document(outcome, info))
+    else:
+        print_outcome(_output(), outcome, info)
+    return FINDINGS if outcome.verdict == "different" else OK
+
+
+@cli.command(epilog="kvoracle fuzz --minutes 1\nkvoracle fuzz --vllm 0.29.0 --cases 20000 --seed 1 --out my-run")
+@_vllm_option
+@_connector_option
+@_as_option
+@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="Stop after this many minutes.")
+@click.option("--cases", type=click.IntRange(min=1), help="Stop after this many cases. Default: one minute.")
+@click.option("--seed", type=click.IntRange(min=0), help="The same seed gives the same cases. Default: by the clock.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Run folder. Default: kvoracle-runs/DATE-TIME-fuzz-RELEASE.",
+)
+@_json_option
+def fuzz(
+    vllm: str,
+    connector: str | None,
+    as_release: str | None,
+    minutes: float | None,
+    cases: int | None,
+    seed: int | None,
+    out: Path | None,
+    as_json: bool,
+) -> int:
+    """Run generated scenarios through both sides until time is up.
+
+    Every failure is saved in the run folder with its scenario and both histories. Failures equal in kind, law, cause and
+    group kind are one fault; the first case of each is reduced to a small scenario. Ends with the faults, the command
+    that repeats each, what was exercised and what was not. Ctrl-C keeps what was found.
+    """
+    from diff_tests.campaign import Campaign, Plan, prepare_folder
+    from diff_tests.report import print_summary
+
+    if seed is None:
+        seed = int(time.time())
+    folder = out or Path("kvoracle-runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-fuzz-{_folder_name(vllm)}"
+    try:
+        prepare_folder(folder)
+    except OSError as error:
+        raise InputError(f"--out {folder}: cannot be written: {error.strerror}; name another folder") from None
+    seconds = minutes * 60 if minutes is not None else (60.0 if cases is None else None)
+    plan = Plan(
+        seed=seed,
+        folder=folder,
+        vllm=vllm,
+        connector=connector,
+        as_release=as_release,
+        cases=cases,
+        seconds=seconds,
+    )
+    with _Started(vllm, connector, as_release) as (target, info), _Progress(cases, seconds) as progress:
+        summary = Campaign(plan, target, info).run(progress)
+    if as_json:
+        _print_json(summary.document())
+    else:
+        print_summary(_output(), summary)
+    if summary.faults:
+        return FINDINGS
+    return INTERRUPTED if summary.interrupted else OK
+
+
+@cli.command(name="reduce", epilog="kvoracle reduce big.yaml --vllm 0.29.0 -o small.yaml")
+@click.argument("scenario", type=click.Path(path_type=Path))
+@_vllm_option
+@_connector_option
+@_as_option
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="File for the result. Default: standard output.")
+@click.option(
+    "--seconds", type=click.FloatRange(min=0, min_open=True), default=60.0, show_default=True, help="Stop after this."
+)
+@_json_option
+def reduce_command(
+    scenario: Path,
+    vllm: str,
+    connector: str | None,
+    as_release: str | None,
+    output: Path | None,
+    seconds: float,
+    as_json: bool,
+) -> int:
+    """Find the smallest scenario that fails the same way.
+
+    The result shows a finding with the same kind, law, cause and group kind as the first finding of SCENARIO. Exit code
+    1, as the result still fails; 0 if SCENARIO does not fail, then there is nothing to reduce.
+    """
+    from diff_tests.reduce import reduce
+    from diff_tests.report import headline
+    from diff_tests.run import run_on
+    from sim.scenario import dump, plain
+
+    value = _load(scenario)
+    with _Started(vllm, connector, as_release) as (target, _):
+        first = _use(scenario, lambda: run_on(target, value))
+        if not first.findings:
+            click.echo(f"{scenario}: nothing found, nothing to reduce", err=True)
+            return OK
+        fault = first.findings[0].finding.fault
+        found = reduce(
+            value,
+            lambda candidate: any(j.finding.fault == fault for j in run_on(target, candidate).findings),
+            max_seconds=seconds,
+        )
+    text = dump(found.scenario)
+    if output is not None:
+        _write(output, text)
+    if as_json:
+        finding = msgspec.to_builtins(first.findings[0].finding)
+        _print_json({"scenario": plain(found.scenario), "finding": finding, "tries": found.tries})
+    elif output is None:
+        click.echo(text, nl=False)
+    end = "" if found.complete else ", stopped by the time limit"
+    click.echo(f"{headline(first.findings[0].finding)}; {found.tries} tries{end}", err=True)
+    return FINDINGS
+
+
+@cli.command(epilog="kvoracle keep kvoracle-runs/20260101-120000-fuzz-0.29.0/failures/case-000012.json")
+@click.argument("failure", type=click.Path(path_type=Path))
+@click.option("--corpus", type=click.Path(path_type=Path), help="Folder of the corpus. Default: diff_tests/corpus.")
+@click.option("--why", help="Why the case is kept, in a sentence. Default: the finding's own.")
+def keep(failure: Path, corpus: Path | None, why: str | None) -> int:
+    """Turn a failure saved by `fuzz` into a corpus case.
+
+    The reduced scenario is kept if there is one. A case that already expects the same faults is not doubled.
+    """
+    from diff_tests.corpus import CORPUS
+    from diff_tests.corpus import keep as keep_failure
+    from diff_tests.failures import load_failure
+
+    saved = _reading(failure, load_failure)
+    try:
+        case, is_new = keep_failure(saved, corpus or CORPUS, why)
+    except OSError as error:
+        raise InputError(f"{error.filename or corpus}: cannot be written: {error.strerror}") from None
+    click.echo(f"{'kept as' if is_new else 'already covered by'} {case.path}")
+    return OK
+
+
+@cli.command(epilog="kvoracle replay\nkvoracle replay --vllm all\nkvoracle replay kvoracle-runs/my-run --vllm 0.29.0")
+@click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
+@click.option(
+    "--vllm",
+    metavar="TARGET",
+    default="current",
+    show_default=True,
+    help="As for `run`; or 'all': the installed vLLM and every release in the cache.",
+)
+@_connector_option
+@_json_option
+def replay(paths: tuple[Path, ...], vllm: str, connector: str | None, as_json: bool) -> int:
+    """Run corpus cases and saved failures again.
+
+    PATH names cases or folders of them; without any, the whole corpus. Says for each case and release: OK (nothing
+    found, as expected), KNOWN (fails as recorded), FIXED (recorded as failing, does not) or FAILED.
+    """
+    from diff_tests.corpus import CORPUS, find_cases, replay_on
+    from diff_tests.report import print_replay, replay_document
+    from diff_tests.vllm_target.releases import cached_releases, installed_version
+
+    cases = [case for path in paths or (CORPUS,) for case in _reading(path, lambda p: find_cases([p]))]
+    not_run: list[str] = []
+    targets = [vllm]
+    if vllm == "all":
+        installed = installed_version()
+        targets = (["current"] if installed else []) + [r for r in cached_releases() if r != installed]
+        not_run = [r for r in RELEASES if r != installed and r not in targets]
+    replayed = []
+    for name in targets:
+        with _Started(name, connector) as (target, info):
+            replayed += list(replay_on(cases, target, info))
+    if as_json:
+        _print_json(replay_document(replayed, not_run))
+    else:
+        print_replay(_output(), replayed, not_run)
+    return FINDINGS if any(r.bad for r in replayed) else OK
+
+
+@cli.command(epilog="kvoracle bench\nkvoracle bench --only model --json")
+@_vllm_option
+@click.option(
+    "--only", type=click.Choice(["campaign", "model"]), help="One part: campaign speed and cost, or the model's speed."
+)
+@_json_option
+def bench(vllm: str, only: str | None, as_json: bool) -> int:
+    """Measure the ratios that the project promises.
+
+    Cases per second on one core in the default mix (at least 150); what a campaign costs over the real side alone (at
+    most 2.0); how much faster than the real scheduler the model is, step for step (at least 3), with 4 running requests
+    and with 256 over 100,000 blocks; what building a model of 100,000 blocks costs. Ratios are medians of interleaved
+    batches. Exit code 1 if one is missed. Takes about two minutes.
+    """
+    from diff_tests.bench import document, measure, print_measures
+
+    with _Started(vllm) as (target, info):
+        measures = measure(target, info, only)
+    if as_json:
+        _print_json(document(measures, info))
+    else:
+        print_measures(_output(), measures, info)
+    return OK if all(m.kept for m in measures) else FINDINGS
+
+
+@cli.group(cls=_Group)
+def vllm() -> None:
+    """Releases in the cache: fetched once, run with this environment's packages."""
+
+
+@vllm.command(name="list", epilog="kvoracle vllm list --json")
+@_json_option
+def vllm_list(as_json: bool) -> int:
+    """Show the releases we have rules for, and where each is."""
+    from diff_tests.vllm_target.releases import cached_releases, installed_version
+
+    installed, cached = installed_version(), cached_releases()
+    rows = [{"release": r, "installed": r == installed, "cached": r in cached} for r in RELEASES]
+    if as_json:
+        _print_json({"installed": installed, "releases": rows})
+        return OK
+    for row in rows:
+        places = [name for name in ("installed", "cached") if row[name]]
+        click.echo(f"{row['release']:<10} {', '.join(places) or '-'}")
+    if installed is not None and installed not in RELEASES:
+        click.echo(f"{installed:<10} installed, judged by the rules of {NEWEST}")
+    return OK
+
+
+@vllm.command(name="add", epilog="kvoracle vllm add 0.29.0 0.33.0")
+@click.argument("releases", nargs=-1, required=True)
+def vllm_add(releases: tuple[str, ...]) -> int:
+    """Fetch releases from the package index into the cache."""
+    from diff_tests.vllm_target.releases import add, is_cached
+
+    for release in releases:
+        was_there = _target_errors(lambda release=release: is_cached(release))
+        folder = _target_errors(lambda release=release: add(release))
+        click.echo(f"{release} {'was already in' if was_there else 'is now in'} {folder}")
+    return OK
+
+
+@vllm.command(name="remove", epilog="kvoracle vllm remove 0.29.0")
+@click.argument("releases", nargs=-1, required=True)
+def vllm_remove(releases: tuple[str, ...]) -> int:
+    """Delete releases from the cache."""
+    from diff_tests.vllm_target.releases import remove
+
+    for release in releases:
+        removed = _target_errors(lambda release=release: remove(release))
+        click.echo(f"{release} {'removed' if removed else 'was not in the cache'}")
+    return OK
+
+
+# ------------------------------------------------------------------------------------------------------------- helpers
+
+
+def _load(path: Path) -> Scenario:
+    """A scenario from any file that holds one. Raises InputError."""
+    from diff_tests.loading import load_scenario
+
+    return _reading(path, load_scenario)
+
+
+def _reading(path: Path, read: Callable[[Path], Any]) -> Any:
+    """Reads a file; what is wrong with it becomes one message."""
+    try:
+        return read(path)
+    except ScenarioError as error:
+        raise InputError(f"{path}: {error}") from None
+    except OSError as error:
+        raise InputError(f"{error.filename or path}: cannot be read: {error.strerror}") from None
+
+
+def _use(path: Path, use: Callable[[], Any]) -> Any:
+    """Does something with the scenario of a file; an impossible request of it becomes one message."""
+    try:
+        return use()
+    except ScenarioError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def _rules(release: str | None) -> Rules:
+    """The rules to judge by. Raises InputError for a release we do not know."""
+    if release is None:
+        return RELEASES[NEWEST]
+    if release not in RELEASES:
+        raise InputError(f"--as {release}: no rules for this release; known: {', '.join(RELEASES)}")
+    return RELEASES[release]
+
+
+def _target_errors(use: Callable[[], Any]) -> Any:
+    """Turns the target's errors into messages and exit codes."""
+    from diff_tests.vllm_target.releases import TargetInputError, TargetStartError
+
+    try:
+        return use()
+    except TargetInputError as error:
+        raise InputError(str(error)) from None
+    except TargetStartError as error:
+        raise StartError(str(error)) from None
+
+
+class _Started:
+    """A started target, as a context: the target and what it is."""
+
+    def __init__(self, vllm: str, connector: str | None = None, as_release: str | None = None) -> None:
+        from diff_tests.vllm_target.target import Target
+
+        self._target: Target = _target_errors(lambda: Target(vllm, connector, as_release=as_release))
+
+    def __enter__(self) -> tuple[Target, TargetInfo]:
+        return self._target, _target_errors(self._target.start)
+
+    def __exit__(self, *error: object) -> None:
+        self._target.close()
+
+
+class _Progress:
+    """A progress bar on standard error where that is a terminal; called with the summary after each case."""
+
+    def __init__(self, num_cases: int | None, seconds: float | None) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._num_cases, self._seconds = num_cases, seconds
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self._task = self._bar.add_task("fuzz", total=float(num_cases or seconds or 1))
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, summary: Summary) -> None:
+        if summary.num_cases % 16 or self._bar.disable:
+            return
+        done = float(summary.num_cases) if self._num_cases is not None else summary.seconds
+        rate = summary.num_cases / summary.seconds if summary.seconds else 0.0
+        text = f"{summary.num_cases} cases, {rate:.0f}/s, {len(summary.faults)} faults"
+        self._bar.update(self._task, completed=done, description=text)
+
+
+def _folder_name(vllm: str) -> str:
+    """What `--vllm` named, as part of a folder's name."""
+    return Path(vllm).name or "target"
+
+
+def _output() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def _print_json(document: object) -> None:
+    click.echo(msgspec.json.encode(document))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Reports: the same outcome as text for a person and as a JSON document for a program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from diff_tests.coverage import BEHAVIOURS
+
+if TYPE_CHECKING:
+    from diff_tests.campaign import Summary
+    from diff_tests.corpus import Replayed
+    from diff_tests.run import Judged, Outcome
+    from diff_tests.vllm_target.target import TargetInfo
+    from oracle.findings import Finding
+
+MOST_SHOWN = 20
+"""Findings of one case shown to a person; the JSON document has them all."""
+
+
+def finding_document(judged: Judged) -> dict[str, Any]:
+    """A finding as plain data, with the known issue that explains it."""
+    document = msgspec.to_builtins(judged.finding)
+    document["known_issue"] = judged.issue.id if judged.issue is not None else None
+    return document
+
+
+def outcome_document(outcome: Outcome, info: TargetInfo) -> dict[str, Any]:
+    """The JSON document of `run --json`."""
+    return {
+        "verdict": outcome.verdict,
+        "target": {"vllm": info.version, "connector": _connector_name(outcome, info)},
+        "steps": outcome.num_steps,
+        "findings": [finding_document(judged) for judged in outcome.findings],
+        "notes": outcome.notes,
+    }
+
+
+def _connector_name(outcome: Outcome, info: TargetInfo) -> str | None:
+    """The connector that ran: the one asked for, else the scenario's own."""
+    if info.connector is not None:
+        return info.connector
+    return outcome.scenario.connector.name if outcome.scenario.connector is not None else None
+
+
+def headline(finding: Finding) -> str:
+    """`selection, law 4, starts_early: step 3, request B, group 0 (full), positions 0..101`."""
+    law = "divergence" if finding.law is None else f"law {finding.law}"
+    places = [f"step {finding.step}"] if finding.step is not None else []
+    if finding.request is not None:
+        places.append(f"request {finding.request}")
+    if finding.group is not None:
+        places.append(f"group {finding.group}" + (f" ({finding.group_kind})" if finding.group_kind else ""))
+    if finding.positions:
+        places.append(f"position{'s' if len(finding.positions) > 1 else ''} {_ranges(finding.positions)}")
+    return f"{finding.kind}, {law}, {finding.cause}" + (f": {', '.join(places)}" if places else "")
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """`0..101, 105` for block positions."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}..{last}" for first, last in runs)
+
+
+def print_outcome(console: Console, outcome: Outcome, info: TargetInfo) -> None:
+    """One scenario's outcome: the findings, and last the verdict."""
+    for number, judged in enumerate(outcome.findings[:MOST_SHOWN], start=1):
+        known = f"  [known issue {judged.issue.id}]" if judged.issue is not None else ""
+        _say(console, f"{number}. {headline(judged.finding)}{known}")
+        _say(console, f"   {judged.finding.message}")
+    if len(outcome.findings) > MOST_SHOWN:
+        _say(console, f"... and {len(outcome.findings) - MOST_SHOWN} more; --json has them all")
+    for note in outcome.notes:
+        _say(console, f"note: {note}")
+    connector = _connector_name(outcome, info) or "no connector"
+    count = f"{len(outcome.findings)} finding{'' if len(outcome.findings) == 1 else 's'}"
+    _say(console, f"{outcome.verdict}: {count} in {outcome.num_steps} steps, vLLM {info.version}, {connector}")
+
+
+def _say(console: Console, line: str) -> None:
+    """A line as it is: no markup, no wrapping that would break a command."""
+    console.print(Text(line), soft_wrap=True)
+
+
+def print_summary(console: Console, summary: Summary) -> None:
+    """A campaign: faults with the command that repeats each, known issues, coverage, and last the verdict."""
+    for number, report in enumerate(summary.faults.values(), start=1):
+        cases = f"{report.num_cases} case{'' if report.num_cases == 1 else 's'}"
+        _say(console, f"{number}. {headline(report.first)}  [{cases}]")
+        _say(console, f"   {report.first.message}")
+        _say(console, f"   {report.command}")
+    for issue_id, count in sorted(summary.known.items()):
+        _say(console, f"known issue {issue_id}: {count} finding{'' if count == 1 else 's'}")
+    _print_coverage(console, summary)
+    if summary.lost:
+        _say(console, f"{summary.lost} cases were lost to a child that died once; run again, they passed")
+    if summary.interrupted:
+        _say(console, f"interrupted; what was found is in {summary.plan.folder}")
+    rate = summary.num_cases / summary.seconds if summary.seconds else 0.0
+    _say(
+        console,
+        f"{summary.verdict}: {summary.num_cases} cases in {summary.seconds:.1f} s ({rate:.0f} cases/s), "
+        f"{len(summary.faults)} faults, vLLM {summary.info.version}, seed {summary.plan.seed}, "
+        f"saved in {summary.plan.folder}",
+    )
+
+
+def _print_coverage(console: Console, summary: Summary) -> None:
+    counts = summary.coverage.counts
+    seen = [(name, counts[name]) for name in BEHAVIOURS if counts[name]]
+    table = Table(title="what was exercised", show_header=False, box=None, padding=(0, 2, 0, 0))
+    half = (len(seen) + 1) // 2  # rounds up: the left column is the longer one
+    for row in range(half):
+        cells = [*seen[row], *(seen[half + row] if half + row < len(seen) else ("", ""))]
+        table.add_row(*(f"{cell:,}" if isinstance(cell, int) else cell for cell in cells))
+    console.print(table)
+    zero = summary.coverage.at_zero
+    _say(console, f"stayed at zero: {', '.join(zero) if zero else 'nothing'}")
+
+
+def replay_document(replayed: Sequence[Replayed], not_run: Sequence[str]) -> dict[str, Any]:
+    """The JSON document of `replay --json`."""
+    return {
+        "verdict": "fail" if any(r.bad for r in replayed) else "pass",
+        "cases": [
+            {
+                "case": r.case.name,
+                "path": str(r.case.path),
+                "release": r.release,
+                "status": r.status,
+                "verdict": r.outcome.verdict,
+                "findings": [finding_document(judged) for judged in r.outcome.findings],
+            }
+            for r in replayed
+        ],
+        "not_cached": list(not_run),
+    }
+
+
+def print_replay(console: Console, replayed: Sequence[Replayed], not_run: Sequence[str]) -> None:
+    """One line a case and release, and last the verdict."""
+    for r in replayed:
+        _say(console, f"{r.status:<6} {r.release}  {r.case.name}" + (f": {r.sentence}" if r.sentence else ""))
+    if not_run:
+        _say(console, f"not cached, so not run: {', '.join(not_run)} (kvoracle vllm add RELEASE)")
+    num_bad = sum(r.bad for r in replayed)
+    _say(console, f"{'fail' if num_bad else 'pass'}: {len(replayed)} replayed, {num_bad} not as expected")

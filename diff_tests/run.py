@@ -1,0 +1,116 @@
+"""One scenario, both sides: predict, observe, compare, judge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from oracle.laws import judge
+
+from oracle.compare import compare
+from oracle.contracts import contract_for
+from oracle.findings import Finding
+from oracle.known_issues import KnownIssue, match
+from sim.history import History, Refusal, Scheduled
+from sim.refusals import refusal
+from sim.releases import Rules
+from sim.scenario import Scenario
+from sim.simulator import Simulator
+
+if TYPE_CHECKING:
+    from diff_tests.vllm_target.target import Target
+
+Verdict = Literal["same", "different", "known", "refused"]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A finding, and the known issue that explains it, if any."""
+
+    finding: Finding
+    issue: KnownIssue | None = None
+
+
+@dataclass
+class Outcome:
+    """What running one scenario on both sides showed.
+
+    predicted is None where the model does not predict: the direct driver, and connectors without a contract. notes say
+    what was not judged.
+    """
+
+    scenario: Scenario
+    verdict: Verdict
+    observed: History
+    predicted: History | None = None
+    findings: list[Judged] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def new_findings(self) -> list[Finding]:
+        """The findings that no known issue explains, in the order in which they count."""
+        return [judged.finding for judged in self.findings if judged.issue is None]
+
+    @property
+    def num_steps(self) -> int:
+        return sum(isinstance(record, Scheduled) for record in self.observed)
+
+
+def predict(scenario: Scenario, rules: Rules) -> History | None:
+    """What the model says will happen; None where it has nothing to say."""
+    if (refused := refusal(scenario, rules)) is not None:
+        return [refused]
+    if scenario.driver == "direct":
+        return None
+    if scenario.connector is None:
+        return Simulator(scenario, rules).history()
+    contract = contract_for(scenario, rules)
+    return Simulator(scenario, rules, contract.rule()).history() if contract is not None else None
+
+
+def run_on(target: Target, scenario: Scenario) -> Outcome:
+    """Runs one scenario on a target and judges it by the target's rules."""
+    history = target.run(scenario)
+    return judge_run(target.effective(scenario), history, target.info.rules)
+
+
+def judge_run(scenario: Scenario, observed: History, rules: Rules) -> Outcome:
+    """Compares an observed history with the prediction and puts it before the laws."""
+    predicted = predict(scenario, rules)
+    if _same_refusal(predicted, observed):
+        return Outcome(scenario, "refused", observed, predicted)
+    findings: list[Finding] = []
+    if predicted is not None and (divergence := compare(predicted, observed)) is not None:
+        findings.append(divergence)
+    contract = contract_for(scenario, rules)
+    findings += judge(scenario, observed, rules, contract)
+    judged = explain_known(findings, scenario, rules)
+    return Outcome(scenario, verdict_of(judged), observed, predicted, judged, _notes(scenario, contract is not None))
+
+
+def _same_refusal(predicted: History | None, observed: History) -> bool:
+    """The configuration was refused on both sides, with the same type of exception; the words are free."""
+    if not predicted or not observed:
+        return False
+    foreseen, seen = predicted[0], observed[0]
+    return isinstance(foreseen, Refusal) and isinstance(seen, Refusal) and foreseen.type == seen.type
+
+
+def explain_known(findings: Iterable[Finding], scenario: Scenario, rules: Rules) -> list[Judged]:
+    """Each finding with its known issue; those without one come first, so that a new finding takes the headline."""
+    judged = [Judged(finding, match(finding, scenario, rules)) for finding in findings]
+    return sorted(judged, key=lambda j: j.issue is not None)
+
+
+def verdict_of(judged: list[Judged]) -> Verdict:
+    """same: nothing found; known: known issues only; different: anything else."""
+    if not judged:
+        return "same"
+    return "known" if all(j.issue is not None for j in judged) else "different"
+
+
+def _notes(scenario: Scenario, has_contract: bool) -> list[str]:
+    if scenario.connector is None or has_contract:
+        return []
+    return [f"no contract for connector {scenario.connector.name}: selection, routing and fills were not judged"]
