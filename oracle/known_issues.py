@@ -4,7 +4,7 @@ An entry of `known_issues.toml` matches a finding, never a scenario. Its fields:
 
 - `id`, `title`, `reason`: a slug, a line, and why the finding is vLLM's fault. `upstream`: address of the report, if any.
 - `releases`: those that have it. `law`, `cause`: of the findings. `groups`: kinds of the finding's group; missing: any.
-- `where`: what else must hold, see `_WHERE`. `scenario`: the smallest one that shows it. `script`: shows it without kvoracle
+- `where`: what else must hold, see `_WHERE`. `scenario`: the smallest one that shows it. `script`: shows it on its own
   and exits with an error where vLLM has the issue. Both are paths from the root of the repository.
 """
 

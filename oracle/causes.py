@@ -1,0 +1,139 @@
+"""Why a selection or a fill is not what it should be: the most specific cause that explains what was observed.
+
+Pure functions on block IDs. A cause is a slug that stays the same for one fault, whatever request shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from oracle.selection import NULL
+
+
+class Cause(NamedTuple):
+    """A cause, the table positions it concerns, and more words where the slug alone does not tell."""
+
+    slug: str
+    positions: list[int]
+    words: str = ""
+
+
+class Asked(NamedTuple):
+    """One request's selection in one group: the tables of all groups, which is its own, the effective block size, other
+    block sizes that somebody might have used instead, and the external tokens [start, end). Sizes in tokens."""
+
+    tables: Sequence[Sequence[int]]
+    group: int
+    block_size: int
+    other_sizes: Sequence[int]
+    start: int
+    end: int
+
+    @property
+    def table(self) -> Sequence[int]:
+        return self.tables[self.group]
+
+
+def selection_causes(asked: Asked, expected: Sequence[int], observed: Sequence[int]) -> list[Cause]:
+    """What is wrong with a selection; empty where nothing is. Null entries are a fault of their own: the rest is judged
+    without them."""
+    causes = []
+    chosen = [block for block in observed if block != NULL]
+    if len(chosen) < len(observed):
+        nulls = [position for position, block in enumerate(asked.table) if block == NULL]
+        causes.append(Cause("null_selected", nulls[: len(observed) - len(chosen)]))
+    if chosen != list(expected):
+        causes.append(_selection_cause(asked, expected, chosen))
+    return causes
+
+
+def _selection_cause(asked: Asked, expected: Sequence[int], chosen: Sequence[int]) -> Cause:
+    place = {block: position for position, block in enumerate(asked.table) if block != NULL}
+    strangers = [block for block in chosen if block not in place]
+    if strangers:
+        return _strangers(asked, strangers)
+    got, wanted = [place[block] for block in chosen], [place[block] for block in expected]
+    if len(set(got)) < len(got):
+        return Cause("duplicate_block", sorted({position for position in got if got.count(position) > 1}))
+    if set(got) == set(wanted):
+        return Cause("wrong_order", got)
+    if not got or not wanted:
+        return Cause("extra_block", got) if got else Cause("missing_block", wanted)
+    for size in asked.other_sizes:
+        if chosen == _slice(asked, size):
+            words = f", as with blocks of {size} tokens instead of {asked.block_size}"
+            return Cause("wrong_block_size", sorted(set(got) ^ set(wanted)), words)
+    if got != [position for block, position in place.items() if got[0] <= position <= got[-1]]:
+        missing = sorted(set(wanted) - set(got))
+        return Cause("missing_block", missing) if missing else Cause("extra_block", sorted(set(got) - set(wanted)))
+    return _shifted(got, wanted)
+
+
+def _strangers(asked: Asked, strangers: Sequence[int]) -> Cause:
+    """Blocks that this table does not have: another group's of the same request, or somebody else's."""
+    for group, table in enumerate(asked.tables):
+        if group != asked.group and all(block in table for block in strangers):
+            return Cause("wrong_group", [list(table).index(block) for block in strangers], f" (group {group})")
+    return Cause("foreign_block", [])
+
+
+def _slice(asked: Asked, size: int) -> list[int]:
+    """What a connector would choose that takes blocks for `size` tokens long."""
+    entries = asked.table[asked.start // size : -(-asked.end // size)]  # from the first token's block, rounds up
+    return [block for block in entries if block != NULL]
+
+
+def _shifted(got: Sequence[int], wanted: Sequence[int]) -> Cause:
+    """A run of positions that begins or ends at the wrong place; a wrong beginning counts first."""
+    if got[0] < wanted[0]:
+        return Cause("starts_early", [position for position in got if position < wanted[0]])
+    if got[0] > wanted[0]:
+        return Cause("starts_late", [position for position in wanted if position < got[0]])
+    if got[-1] > wanted[-1]:
+        return Cause("ends_late", [position for position in got if position > wanted[-1]])
+    return Cause("ends_early", [position for position in wanted if position > got[-1]])
+
+
+def routing_cause(sent: Sequence[int], received: Sequence[int]) -> str:
+    """Why one group's blocks arrived otherwise than they were sent."""
+    if set(sent) == set(received):
+        return "wrong_order" if len(sent) == len(received) else "duplicate_block"
+    return "extra_block" if set(sent) < set(received) else "missing_block"
+
+
+def unwritten_cause(wanted: Sequence[int], unwritten: Iterable[int], rows_per_block: int) -> str:
+    """Why blocks of a layer were not written though they were to be.
+
+    wanted: all that the layer was to have written. rows_per_block: kernel blocks in a manager block.
+    """
+    missed = set(unwritten)
+    if rows_per_block > 1 and missed == _missed_as_rows(wanted, rows_per_block):
+        return "wrong_rows"
+    return "wrong_layers" if missed >= set(wanted) else "missing_block"
+
+
+def _missed_as_rows(wanted: Sequence[int], rows_per_block: int) -> set[int]:
+    """Blocks that stay unwritten, at least in part, when IDs of manager blocks are taken for rows of kernel blocks."""
+    rows = set(wanted)
+    return {
+        block
+        for block in wanted
+        if not rows.issuperset(range(block * rows_per_block, (block + 1) * rows_per_block))
+    }
+
+
+def outside_cause(
+    blocks: Sequence[int], group: int, wanted: Sequence[Sequence[int]], rows_per_block: Sequence[int]
+) -> tuple[str, int]:
+    """(cause, group that it comes from) of writes to blocks of a layer of `group` that were not asked for.
+
+    wanted, rows_per_block: by group, as for `unwritten_cause`.
+    """
+    for source, ids in enumerate(wanted):
+        if source != group and ids and set(blocks) <= set(ids):
+            return "wrong_layers", group
+    for source, ids in enumerate(wanted):
+        if rows_per_block[source] > 1 and set(blocks) <= {row // rows_per_block[source] for row in ids}:  # floors
+            return "wrong_rows", source
+    return "outside_selection", group

@@ -1,0 +1,261 @@
+"""Laws 4 to 6: what the connector selects, what the worker receives, what the fill leaves in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from oracle.causes import Asked, Cause, outside_cause, routing_cause, selection_causes, unwritten_cause
+from oracle.findings import token_range
+from oracle.laws.trial import End, Trial, law
+from oracle.selection import NULL
+from oracle.values import ELEMENT_BYTES
+from sim.geometry import block_sizes
+from sim.history import Scheduled, Selection, Selections, Start, Written
+
+
+@law(
+    4,
+    "Per group exactly the blocks that the connector's contract derives, token by token, from the external tokens and the "
+    "block table are selected, in the step of the admission.",
+    (Scheduled,),
+    judges_direct=True,
+)
+def check_selection(trial: Trial, record: Scheduled) -> None:
+    """Law 4: every request that was granted external tokens in this step, and nobody else."""
+    if record.selected is None or trial.contract is None:
+        return
+    for request, num_external in record.external.items():
+        tables = trial.replay.tables.get(request)
+        if num_external and tables is not None:
+            _check_selected(trial, record, request, num_external, tables)
+    for request in record.selected:
+        if not record.external.get(request):
+            cause = "stale_metadata" if request in trial.last_sent else "unasked_selection"
+            observed = record.selected[request].groups
+            message = f"blocks {observed} selected, but it was granted no external tokens in this step"
+            trial.report("selection", 4, cause, message, request=request, observed=observed)
+
+
+def _check_selected(
+    trial: Trial, record: Scheduled, request: str, num_external: int, tables: Sequence[Sequence[int]]
+) -> None:
+    assert trial.contract is not None
+    assert record.selected is not None
+    num_local = record.hits.get(request, 0)
+    expected = trial.contract.loads(tables, num_local, num_external)
+    selection = record.selected.get(request)
+    if selection is None:
+        if any(expected):
+            message = f"nothing selected for external {token_range(num_local, num_local + num_external)}"
+            trial.report("selection", 4, "missing_request", message, request=request, expected=expected)
+        return
+    if selection.tokens != num_external:
+        message = f"{selection.tokens} external tokens announced, {num_external} granted"
+        trial.report(
+            "selection", 4, "wrong_tokens", message, request=request, expected=num_external, observed=selection.tokens
+        )
+    if selection.groups == expected:
+        return
+    if len(selection.groups) != len(expected):
+        message = f"blocks for {len(selection.groups)} groups selected instead of {len(expected)}"
+        trial.report(
+            "selection", 4, "wrong_group_count", message, request=request, expected=expected, observed=selection.groups
+        )
+        return
+    for group, (right, chosen) in enumerate(zip(expected, selection.groups, strict=True)):
+        if right != chosen:
+            asked = Asked(
+                tables, group, trial.replay.groups[group].block_size, _other_sizes(trial, group),
+                num_local, num_local + num_external,
+            )
+            for cause in selection_causes(asked, right, chosen):
+                _report_selection(trial, request, asked, cause, right, chosen)
+
+
+def _other_sizes(trial: Trial, group: int) -> list[int]:
+    """Block sizes that are not this group's, but that somebody might take for it."""
+    scenario = trial.scenario
+    sizes = [scenario.groups[group].block, *block_sizes(scenario, trial.rules)]
+    for view, spec in zip(trial.replay.groups, scenario.groups, strict=True):
+        sizes += [view.block_size, spec.block]
+    own = trial.replay.groups[group].block_size
+    return [size for size in dict.fromkeys(sizes) if size != own]
+
+
+def _report_selection(
+    trial: Trial, request: str, asked: Asked, cause: Cause, expected: list[int], observed: list[int]
+) -> None:
+    """Names the first block that is wrong, whose tokens it holds, and what should have been there."""
+    table, replay = asked.table, trial.replay
+    external = f"external {token_range(asked.start, asked.end)}"
+    wrong = next((block for block in observed if block not in expected), None)
+    missing = next((block for block in expected if block not in observed), None)
+    if cause.slug == "null_selected":
+        wrong, missing = NULL, None
+    parts = []
+    if wrong is not None:
+        where = f"position {table.index(wrong)}: " if wrong in table else ""
+        parts.append(f"{where}block {wrong} selected, which {replay.describe(wrong)}")
+    if missing is not None:
+        verb = "expected" if wrong is not None else "missing"
+        parts.append(f"{verb} position {table.index(missing)}: block {missing}, for {external}")
+    elif cause.slug in ("wrong_order", "duplicate_block"):
+        parts.append(f"blocks {observed} selected instead of {expected}")
+    else:
+        parts.append(f"expected blocks {expected}, for {external}")
+    trial.report(
+        "selection", 4, cause.slug, "; ".join(parts) + cause.words, request=request, group=asked.group,
+        positions=cause.positions, expected=expected, observed=observed,
+    )
+
+
+@law(5, "The worker receives, in the same step, exactly what the scheduler selected.", (Scheduled,), judges_direct=True)
+def check_routing(trial: Trial, record: Scheduled) -> None:
+    """Law 5."""
+    sent, received = record.selected, record.received
+    if sent is None or received is None:
+        return
+    if sent != received:
+        for request in dict.fromkeys([*sent, *received]):
+            if sent.get(request) != received.get(request):
+                _report_routing(trial, request, sent.get(request), received.get(request))
+    elif list(sent) != list(received):
+        trial.report("routing", 5, "wrong_order", f"requests {list(received)} arrived, {list(sent)} were sent")
+    if sent:
+        trial.last_sent = sent
+
+
+def _report_routing(trial: Trial, request: str, sent: Selection | None, received: Selection | None) -> None:
+    if sent is None or received is None or received == trial.last_sent.get(request):
+        stale = received is not None and request in trial.last_sent
+        cause = "stale_metadata" if stale else "missing_request" if received is None else "extra_request"
+        told = "nothing" if received is None else f"blocks {received.groups}"
+        message = f"the worker was told {told}, the scheduler had selected {sent.groups if sent else 'nothing'}"
+        return trial.report(
+            "routing", 5, cause, message, request=request, expected=sent and sent.groups,
+            observed=received and received.groups,
+        )
+    if sent.tokens != received.tokens or len(sent.groups) != len(received.groups):
+        message = f"the worker was told {received}, the scheduler had sent {sent}"
+        return trial.report("routing", 5, "wrong_tokens", message, request=request)
+    for group, (ids, arrived) in enumerate(zip(sent.groups, received.groups, strict=True)):
+        if ids != arrived:
+            cause = routing_cause(ids, arrived)
+            lost, added = [b for b in ids if b not in arrived], [b for b in arrived if b not in ids]
+            message = f"blocks {ids} selected, blocks {arrived} received"
+            if lost:
+                message += f"; block {lost[0]}, which {trial.replay.describe(lost[0])}, did not arrive"
+            elif added:
+                message += f"; block {added[0]}, which {trial.replay.describe(added[0])}, was not sent"
+            trial.report(
+                "routing", 5, cause, message, request=request, group=group, expected=ids, observed=arrived
+            )
+    return None
+
+
+@law(
+    6,
+    "A fill leaves the contract's value in every byte of every layer's view of the received blocks, and every other byte "
+    "of KV memory as it was.",
+    (Start, Scheduled),
+    judges_direct=True,
+)
+def check_fill(trial: Trial, record: Start | Scheduled) -> None:
+    """Law 6: in each layer the blocks that the worker was told to write, and nothing else."""
+    if isinstance(record, Start):
+        trial.layers = [group.layers for group in record.groups] or trial.layers
+    if trial.contract is None or record.written is None:
+        return
+    if isinstance(record, Start):
+        wanted = trial.contract.startup_fill()
+    elif record.written or record.received:
+        wanted = _union(record.received or {}, len(trial.layers))
+    else:
+        return
+    looked_at = set()
+    for entry in record.written:
+        looked_at.add(entry.layer)
+        if entry.state != "filled":
+            _report_written(trial, record, entry, wanted)
+        elif entry.mean is not None and entry.std is not None:
+            num_elements = entry.num_bytes // ELEMENT_BYTES[trial.contract.values[entry.group].dtype]  # divides evenly
+            trial.drawn.setdefault(entry.group, []).append((num_elements, entry.mean, entry.std))
+    for group, ids in enumerate(wanted):
+        for layer in trial.layers[group] if ids else ():
+            if layer not in looked_at:
+                message = f"layer {layer}: nothing is known of blocks {ids}, which were to be written"
+                trial.report("fill", 6, "not_looked_at", message, group=group, expected=ids)
+
+
+def _union(received: Selections, num_groups: int) -> list[list[int]]:
+    """Blocks that the worker was told to write, by group, over all requests."""
+    wanted: list[dict[int, None]] = [{} for _ in range(num_groups)]
+    for selection in received.values():
+        for group, ids in enumerate(selection.groups):
+            wanted[group].update(dict.fromkeys(ids))
+    return [list(ids) for ids in wanted]
+
+
+def _report_written(trial: Trial, record: Start | Scheduled, entry: Written, wanted: Sequence[Sequence[int]]) -> None:
+    """One entry of a fill that is not as it should be."""
+    assert trial.contract is not None
+    group: int | None = entry.group
+    blocks = entry.blocks
+    what = f"blocks {blocks}" if blocks else f"{entry.num_bytes} bytes"
+    if entry.state == "padding":
+        message = f"{entry.num_bytes} bytes that belong to no layer were written, in the pages of blocks {blocks}"
+        return trial.report("fill", 6, "padding_written", message, observed=blocks)
+    if entry.state == "unwritten":
+        cause = unwritten_cause(wanted[entry.group], blocks, trial.rows_per_block(entry.group))
+        message = f"layer {entry.layer}: {what} were to be written, {entry.num_bytes} bytes of them were not"
+    elif entry.state == "wrong_value":
+        value = trial.contract.values[entry.group]
+        right = f"{value.element.hex()}" if not value.is_random else "drawn values"
+        cause = "wrong_value"
+        message = f"layer {entry.layer}: {what} hold {entry.value or 'no constant'} instead of {right}"
+    else:
+        ratios = [trial.rows_per_block(index) for index in range(len(wanted))]
+        cause, group = outside_cause(blocks, entry.group, wanted, ratios)
+        first = trial.replay.describe(blocks[0]) if blocks else ""
+        message = f"layer {entry.layer}: {entry.num_bytes} bytes of {what} were written unasked; block {blocks[0]} {first}"
+    request = _request_of(record, group, blocks)
+    return trial.report(
+        "fill", 6, cause, message, request=request, group=group, expected=list(wanted[entry.group]), observed=blocks
+    )
+
+
+def _request_of(record: Start | Scheduled, group: int | None, blocks: Sequence[int]) -> str | None:
+    """The request for which the first of these blocks was to be written, if any."""
+    received = record.received or {} if isinstance(record, Scheduled) else {}
+    for request, selection in received.items():
+        if group is not None and any(block in selection.groups[group] for block in blocks):
+            return request
+    return None
+
+
+@law(
+    6,
+    "Values that are drawn at random are finite, differ from what was there, and follow the contract's distribution.",
+    (End,),
+    judges_direct=True,
+)
+def check_distribution(trial: Trial, record: End) -> None:
+    """Law 6, random fills: mean and deviation over the whole run, within what its number of values lets one tell."""
+    for group, samples in trial.drawn.items():
+        assert trial.contract is not None
+        value = trial.contract.values[group]
+        count = sum(n for n, _, _ in samples)
+        mean = sum(n * m for n, m, _ in samples) / count
+        std = (sum(n * (s * s + m * m) for n, m, s in samples) / count - mean * mean) ** 0.5
+        grain = 0.02 * abs(value.mean) + 0.1 * value.std  # rounding to 2 or 3 bits of fraction shifts this much
+        num_errors = 6  # standard errors: one false alarm in 500 million groups
+        if (
+            abs(mean - value.mean) > grain / 5 + num_errors * value.std / count**0.5
+            or abs(std - value.std) > grain + num_errors * value.std / (2 * count) ** 0.5
+        ):
+            message = f"{count} drawn values have mean {mean:.4g} and deviation {std:.4g}"
+            message += f" instead of {value.mean:.4g} and {value.std:.4g}"
+            trial.report(
+                "fill", 6, "wrong_distribution", message, group=group, expected=[value.mean, value.std],
+                observed=[mean, std],
+            )

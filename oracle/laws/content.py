@@ -1,0 +1,110 @@
+"""Laws 2 and 3: who writes a block, and whose tokens it holds."""
+
+from __future__ import annotations
+
+from oracle.content import Content, Entry
+from oracle.findings import Kind, token_range
+from oracle.laws.trial import Trial, law
+from sim.history import Scheduled
+
+
+@law(
+    2,
+    "In a step each token slot, or state, has exactly one writer. Who else holds the block has those very tokens as its "
+    "own prefix and only reads.",
+    (Scheduled,),
+)
+def check_writers(trial: Trial, record: Scheduled) -> None:
+    """Law 2. A block that comes in to be written must have no other holder; whoever else comes in for its content is
+    judged by what it finds there."""
+    replay = trial.replay
+    for entry in replay.fresh:
+        if replay.num_holders[entry.block] != 1:
+            others = [h for h in replay.holders(entry.block) if h != (entry.stay.request, entry.group, entry.position)]
+            where = "; ".join(f"request {r}, group {g}, position {p}" for r, g, p in others)
+            message = f"position {entry.position}: block {entry.block} is to be written, but is also held by {where}"
+            _report_entry(trial, "allocation", 2, "two_writers", entry, message)
+    for stay, start, num_tokens in replay.homeless:
+        message = f"{token_range(start, start + num_tokens)} scheduled, but the tables have slots for {stay.room}"
+        trial.report(
+            "allocation", 2, "no_slot", message, request=stay.request, expected=start + num_tokens, observed=stay.room
+        )
+
+
+@law(
+    3,
+    "A cached key's block holds exactly those tokens; whoever hits, copies or attends to a block finds its own prefix "
+    "there, in that step and later.",
+    (Scheduled,),
+)
+def check_content(trial: Trial, record: Scheduled) -> None:
+    """Law 3. What a request finds is judged when it comes to it, what others do to it when they do it."""
+    replay = trial.replay
+    for entry, content in replay.hits:
+        _check_hit(trial, entry, content)
+    for stay, index, position, num_computed in replay.nulls:
+        group = replay.groups[index]
+        if not group.may_be_null(position, num_computed):
+            start = position * group.block_size
+            message = (
+                f"position {position} is null, but {token_range(start, start + group.block_size)} are needed by the "
+                f"token at {num_computed}"
+            )
+            trial.report(
+                "content", 3, "needed_block_null", message, request=stay.request, group=index, positions=[position]
+            )
+    for entry in replay.replaced:
+        message = f"position {entry.position} now names block {entry.block}, which {replay.describe(entry.block)}"
+        _report_entry(trial, "content", 3, "entry_replaced", entry, message)
+    for block in replay.overwritten:
+        request, index, position = replay.holders(block)[0]
+        message = f"position {position}: block {block} was zeroed or copied over while it is held"
+        trial.report("content", 3, "held_block_overwritten", message, request=request, group=index, positions=[position])
+    for group_index, request_index, num_tokens, block in replay.new_keys:
+        _check_key(trial, group_index, request_index, num_tokens, block)
+
+
+def _check_hit(trial: Trial, entry: Entry, content: Content | None) -> None:
+    """The block must hold the request's own prefix, as far as its local tokens go."""
+    replay = trial.replay
+    stay = entry.stay
+    end = min((entry.position + 1) * replay.groups[entry.group].block_size, stay.num_local)
+    if not _holds(trial, content, entry.group, entry.position, stay.request_index, end):
+        start = entry.position * replay.groups[entry.group].block_size
+        found = replay.describe(entry.block, content) if content is not None else "holds nothing that was written"
+        message = (
+            f"position {entry.position}: block {entry.block} hit for {token_range(start, end)}, but it {found}"
+        )
+        _report_entry(trial, "content", 3, "hit_wrong_tokens", entry, message)
+
+
+def _check_key(trial: Trial, group_index: int, request_index: int, num_tokens: int, block: int) -> None:
+    replay = trial.replay
+    position = (num_tokens - 1) // replay.groups[group_index].block_size  # floors: the block of the last token
+    if not _holds(trial, replay.contents[block], group_index, position, request_index, num_tokens):
+        name = replay.prefixes.name(request_index) if request_index >= 0 else "no request"
+        message = (
+            f"the key of the first {num_tokens} tokens of request {name} is linked to block {block}, which "
+            f"{replay.describe(block)}"
+        )
+        trial.report("content", 3, "key_wrong_tokens", message, group=group_index, positions=[position], observed=block)
+
+
+def _holds(
+    trial: Trial, content: Content | None, group: int, position: int, request_index: int, num_tokens: int
+) -> bool:
+    """Whether a content is the entry at `position` of a request's table, up to its first `num_tokens` tokens."""
+    return (
+        content is not None
+        and content.group == group
+        and content.position == position
+        and content.num_tokens >= num_tokens
+        and trial.replay.prefixes.common(content.stay.request_index, request_index) >= num_tokens
+    )
+
+
+def _report_entry(trial: Trial, kind: Kind, law: int, cause: str, entry: Entry, message: str) -> None:
+    trial.report(
+        kind, law, cause, message, request=entry.stay.request, group=entry.group, positions=[entry.position],
+        observed=entry.block,
+    )

@@ -1,0 +1,91 @@
+"""Laws 7, 8 and 10: no exception, no standstill, no chance."""
+
+from __future__ import annotations
+
+from oracle.findings import Finding
+from oracle.laws.trial import End, Trial, law
+from sim.history import Acted, Failure, History, Scheduled, Updated
+from sim.scenario import Run
+
+_NUM_REPEATS = 3
+"""How often a state must come back without a token gained before it counts as going round in circles."""
+
+
+@law(
+    7,
+    "Shortage of blocks is answered by waiting or preemption, never by an exception; nothing else that a valid scenario "
+    "asks for raises one either.",
+    (Failure,),
+    judges_direct=True,
+)
+def check_failure(trial: Trial, record: Failure) -> None:
+    """Law 7."""
+    cause = "out_of_blocks" if "free blocks" in record.message else "exception"
+    message = f"{record.type} in phase {record.phase}: {record.message}"
+    trial.report("crash", 7, cause, message, observed=record.type)
+
+
+@law(
+    8,
+    "Whatever vLLM's start-up check admits runs to its end, alone and among others, and afterwards every block is free.",
+    (Scheduled, Updated, Acted, End),
+)
+def check_progress(trial: Trial, record: Scheduled | Updated | Acted | End) -> None:
+    """Law 8: no hang, no going round in circles, and at the end everybody is through and every block is free."""
+    if isinstance(record, Scheduled):
+        if record.preempted:
+            _check_circles(trial, record)
+    elif isinstance(record, Updated):
+        if record.new_tokens and trial.states:
+            trial.states.clear()
+    elif isinstance(record, End):
+        _check_end(trial, record.last)
+    elif record.result == "stalled" and trial.promises_progress():
+        waiting = trial.replay.unfinished()
+        message = f"nothing was scheduled any more; unfinished: {', '.join(waiting)}"
+        trial.report("hang", 8, "stalled", message, observed=waiting)
+
+
+def _check_circles(trial: Trial, record: Scheduled) -> None:
+    replay = trial.replay
+    computed = tuple((stay.request, stay.num_computed) for stay in replay.stays.values())
+    state = (computed, tuple(record.scheduled.items()), tuple(record.preempted), tuple(replay.free or ()))
+    trial.states[state] = trial.states.get(state, 0) + 1
+    if trial.states[state] == _NUM_REPEATS and trial.promises_progress():
+        message = f"the same state for the {_NUM_REPEATS}rd time without a token gained; preempted: {record.preempted}"
+        trial.report("hang", 8, "livelock", message, observed=record.preempted)
+
+
+def _check_end(trial: Trial, last: object) -> None:
+    """Whoever ran until idle has nobody left and holds nothing."""
+    if not isinstance(last, Acted) or last.result != "idle" or not isinstance(trial.scenario.steps[-1], Run):
+        return
+    replay = trial.replay
+    waiting = replay.unfinished()
+    if waiting:
+        message = f"the engine is idle, but {', '.join(waiting)} never ended"
+        trial.report("hang", 8, "lost_request", message, observed=waiting)
+    held = [block for block, count in enumerate(replay.refs or replay.num_holders) if count]
+    if held:
+        message = f"all requests have ended, but blocks {held} are held; block {held[0]} {replay.describe(held[0])}"
+        trial.report("pool", 8, "leaked_block", message, expected=[], observed=held)
+
+
+def same_history(first: History, second: History) -> Finding | None:
+    """Law 10: the first record in which two runs of one scenario differ."""
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            step = getattr(one, "step", 0)
+            fields = [name for name in one.__struct_fields__ if getattr(one, name) != getattr(other, name, None)]
+            return Finding(
+                kind="schedule", law=10, cause="not_repeatable", step=step,
+                expected={name: getattr(one, name) for name in fields},
+                observed={name: getattr(other, name, None) for name in fields},
+                message=f"step {step}: a second run differs in {', '.join(fields) or 'the kind of record'}",
+            )
+    if len(first) != len(second):
+        return Finding(
+            kind="schedule", law=10, cause="not_repeatable", expected=len(first), observed=len(second),
+            message=f"a second run has {len(second)} records instead of {len(first)}",
+        )
+    return None

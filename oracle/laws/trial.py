@@ -1,0 +1,102 @@
+"""A history before the laws: what the checks share, and how a law is written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from oracle.content import Replay
+from oracle.contracts import Contract
+from oracle.findings import Finding, Kind, place
+from sim.history import Acted, Record, Scheduled, Selections, Start, Updated
+from sim.releases import Rules
+from sim.scenario import Scenario
+from sim.startup import smallest_pool
+
+STATES = (Start, Scheduled, Updated, Acted)
+"""Records with state fields."""
+
+MAX_FINDINGS = 50
+
+
+class End(NamedTuple):
+    """Stands for the end of a history; `last` is its last record."""
+
+    last: Record
+
+
+class Trial:
+    """One history before the laws. replay: what the records show so far.
+
+    layers: names by group. last_sent: the metadata sent last, by request. drawn: per group (elements, mean, deviation) of
+    each random fill. states: how often a state came back since a token was gained.
+    """
+
+    def __init__(self, scenario: Scenario, rules: Rules, contract: Contract | None) -> None:
+        self.scenario = scenario
+        self.rules = rules
+        self.contract = contract
+        self.replay = Replay(scenario, rules)
+        self.findings: list[Finding] = []
+        self.layers: list[list[str]] = [[] for _ in scenario.groups]
+        self.last_sent: Selections = {}
+        self.drawn: dict[int, list[tuple[int, float, float]]] = {}
+        self.states: dict[object, int] = {}
+        self._reported: set[object] = set()
+
+    def report(
+        self, kind: Kind, law: int, cause: str, message: str, *, request: str | None = None, group: int | None = None,
+        positions: Sequence[int] = (), expected: Any = None, observed: Any = None,
+    ) -> None:
+        """Notes a finding; a request shows each fault of a group once."""
+        if (kind, law, cause, request, group) in self._reported or len(self.findings) >= MAX_FINDINGS:
+            return
+        self._reported.add((kind, law, cause, request, group))
+        group_kind = self.scenario.groups[group].kind if group is not None else None
+        step = self.replay.step
+        self.findings.append(
+            Finding(
+                kind=kind, law=law, cause=cause, step=step, request=request, group=group, group_kind=group_kind,
+                positions=list(positions), expected=expected, observed=observed,
+                message=f"step {step}: {place(request, group, group_kind)}{message}",
+            )
+        )
+
+    def promises_progress(self) -> bool:
+        """Whether the pool is one that vLLM's start-up check accepts."""
+        return self.scenario.engine.blocks >= smallest_pool(self.scenario, self.rules)
+
+    def rows_per_block(self, group: int) -> int:
+        """Kernel blocks in a manager block; exact."""
+        spec = self.scenario.groups[group]
+        return spec.block // (spec.kernel_block or spec.block)
+
+
+Check = Callable[[Trial, Any], None]
+
+
+class Law(NamedTuple):
+    """A law: its check is called with every record of the types in `looks_at`, after the replay has taken it in; End is
+    one of them. judges_direct: it also holds of hand-made block tables."""
+
+    number: int
+    sentence: str
+    looks_at: tuple[type, ...]
+    judges_direct: bool
+    check: Check
+
+
+LAWS: list[Law] = []
+"""All laws, in the order in which they look at a record. One number may have two entries with a sentence each."""
+
+
+def law(
+    number: int, sentence: str, looks_at: tuple[type, ...], judges_direct: bool = False
+) -> Callable[[Callable[[Trial, Any], None]], Check]:
+    """Enters a check into LAWS."""
+
+    def enter(check: Check) -> Check:
+        LAWS.append(Law(number, sentence, looks_at, judges_direct, check))
+        return check
+
+    return enter
