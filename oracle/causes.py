@@ -102,38 +102,40 @@ def routing_cause(sent: Sequence[int], received: Sequence[int]) -> str:
     return "extra_block" if set(sent) < set(received) else "missing_block"
 
 
-def unwritten_cause(wanted: Sequence[int], unwritten: Iterable[int], rows_per_block: int) -> str:
-    """Why blocks of a layer were not written though they were to be.
+class FillAsked(NamedTuple):
+    """What the worker was to write: block IDs by group, and how many kernel blocks make a manager block, by group."""
 
-    wanted: all that the layer was to have written. rows_per_block: kernel blocks in a manager block.
-    """
-    missed = set(unwritten)
-    if rows_per_block > 1 and missed == _missed_as_rows(wanted, rows_per_block):
+    wanted: Sequence[Sequence[int]]
+    rows_per_block: Sequence[int]
+
+    def half_written(self, group: int) -> set[int]:
+        """Blocks of a group that stay unwritten, at least in part, if block IDs are taken for rows of kernel blocks."""
+        ids, ratio = self.wanted[group], self.rows_per_block[group]
+        rows = set(ids)
+        return {block for block in ids if not rows.issuperset(range(block * ratio, (block + 1) * ratio))}
+
+    def written_as_rows(self, group: int) -> set[int]:
+        """Blocks that a group with smaller kernel blocks writes into, if block IDs are taken for rows."""
+        ratio = self.rows_per_block[group]
+        return {row // ratio for row in self.wanted[group]} if ratio > 1 else set()  # floors: the block of the row
+
+
+def unwritten_cause(fill: FillAsked, group: int, blocks: Iterable[int]) -> str:
+    """Why blocks of one of the group's layers hold what they held before, though they were to be written."""
+    missed = set(blocks)
+    if fill.rows_per_block[group] > 1 and missed <= fill.half_written(group):
         return "wrong_rows"
-    return "wrong_layers" if missed >= set(wanted) else "missing_block"
+    return "wrong_layers" if missed >= set(fill.wanted[group]) else "missing_block"
 
 
-def _missed_as_rows(wanted: Sequence[int], rows_per_block: int) -> set[int]:
-    """Blocks that stay unwritten, at least in part, when IDs of manager blocks are taken for rows of kernel blocks."""
-    rows = set(wanted)
-    return {
-        block
-        for block in wanted
-        if not rows.issuperset(range(block * rows_per_block, (block + 1) * rows_per_block))
-    }
-
-
-def outside_cause(
-    blocks: Sequence[int], group: int, wanted: Sequence[Sequence[int]], rows_per_block: Sequence[int]
-) -> tuple[str, int]:
-    """(cause, group that it comes from) of writes to blocks of a layer of `group` that were not asked for.
-
-    wanted, rows_per_block: by group, as for `unwritten_cause`.
-    """
-    for source, ids in enumerate(wanted):
-        if source != group and ids and set(blocks) <= set(ids):
+def written_cause(fill: FillAsked, group: int, blocks: Iterable[int], otherwise: str) -> tuple[str, int]:
+    """(cause, group that it comes from) of writes to blocks of one of the group's layers which nobody had asked for, or
+    asked for with another value."""
+    written = set(blocks)
+    by_rows = [fill.written_as_rows(source) for source in range(len(fill.wanted))]
+    if written <= set().union(*by_rows):
+        return "wrong_rows", next(source for source, rows in enumerate(by_rows) if rows & written)
+    for source, ids in enumerate(fill.wanted):
+        if otherwise == "outside_selection" and source != group and written <= set(ids):
             return "wrong_layers", group
-    for source, ids in enumerate(wanted):
-        if rows_per_block[source] > 1 and set(blocks) <= {row // rows_per_block[source] for row in ids}:  # floors
-            return "wrong_rows", source
-    return "outside_selection", group
+    return otherwise, group

@@ -127,7 +127,8 @@ class FillCheck:
             target[rows] = self._constant(layer.group, strip.num_bytes)
             return
         drawn = strip.rows(self._buffer[window.low : window.high], window)[rows]
-        ledger.note_drawn(layer, strip, window, rows, drawn, target[rows])
+        paint = strip.rows(self._painted(window.low, window.high), window)[rows]
+        ledger.note_drawn(layer, strip, window, rows, drawn, paint)
         target[rows] = drawn
 
     def _constant(self, group: int, num_bytes: int) -> Tensor:

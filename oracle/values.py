@@ -5,7 +5,7 @@ A fill value is exact: whoever reads memory back compares bytes, so rounding and
 
 from __future__ import annotations
 
-from math import copysign, frexp, isnan
+from math import copysign, erf, exp, frexp, isnan, pi, sqrt
 from typing import NamedTuple
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1, "raw": 1}
@@ -71,6 +71,21 @@ def _magnitude_bits(magnitude: float, form: _Format) -> int:
     exponent = max(frexp(magnitude)[1] - 1, 1 - form.bias)  # below the smallest normal number the step stays the same
     steps = round(magnitude / 2.0 ** (exponent - form.fraction_bits))  # Python rounds ties to even
     return ((exponent + form.bias - 1) << form.fraction_bits) + steps
+
+
+def clamped_moments(mean: float, std: float, dtype: str) -> tuple[float, float]:
+    """Mean and deviation of normal values that were clamped to the finite range of the dtype."""
+    largest = _FORMATS[dtype].largest
+    low, high = ((bound - mean) / std for bound in (-largest, largest))
+    below, above = (1 + erf(low / sqrt(2))) / 2, (1 - erf(high / sqrt(2))) / 2  # shares that are clamped
+    if below + above == 0:
+        return mean, std
+    density_low, density_high = (exp(-x * x / 2) / sqrt(2 * pi) for x in (low, high))
+    inside = 1 - below - above
+    # Moments of the standard normal between the bounds, then the two clamped shares on the bounds themselves.
+    first = density_low - density_high + low * below + high * above
+    second = inside + low * density_low - high * density_high + low * low * below + high * high * above
+    return mean + std * first, std * sqrt(max(second - first * first, 0.0))
 
 
 def clamp(number: float, dtype: str) -> float:

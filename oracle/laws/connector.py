@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from oracle.causes import Asked, Cause, outside_cause, routing_cause, selection_causes, unwritten_cause
+from oracle.causes import Asked, Cause, FillAsked, routing_cause, selection_causes, unwritten_cause, written_cause
 from oracle.findings import token_range
 from oracle.laws.trial import End, Trial, law
 from oracle.selection import NULL
-from oracle.values import ELEMENT_BYTES
+from oracle.values import ELEMENT_BYTES, clamped_moments
 from sim.geometry import block_sizes
 from sim.history import Scheduled, Selection, Selections, Start, Written
 
@@ -172,11 +172,12 @@ def check_fill(trial: Trial, record: Start | Scheduled) -> None:
         wanted = _union(record.received or {}, len(trial.layers))
     else:
         return
+    fill = FillAsked(wanted, trial.rows_per_block)
     looked_at = set()
     for entry in record.written:
         looked_at.add(entry.layer)
         if entry.state != "filled":
-            _report_written(trial, record, entry, wanted)
+            _report_written(trial, record, entry, fill)
         elif entry.mean is not None and entry.std is not None:
             num_elements = entry.num_bytes // ELEMENT_BYTES[trial.contract.values[entry.group].dtype]  # divides evenly
             trial.drawn.setdefault(entry.group, []).append((num_elements, entry.mean, entry.std))
@@ -196,39 +197,36 @@ def _union(received: Selections, num_groups: int) -> list[list[int]]:
     return [list(ids) for ids in wanted]
 
 
-def _report_written(trial: Trial, record: Start | Scheduled, entry: Written, wanted: Sequence[Sequence[int]]) -> None:
+def _report_written(trial: Trial, record: Start | Scheduled, entry: Written, fill: FillAsked) -> None:
     """One entry of a fill that is not as it should be."""
     assert trial.contract is not None
-    group: int | None = entry.group
-    blocks = entry.blocks
-    what = f"blocks {blocks}" if blocks else f"{entry.num_bytes} bytes"
+    group, blocks = entry.group, entry.blocks
     if entry.state == "padding":
         message = f"{entry.num_bytes} bytes that belong to no layer were written, in the pages of blocks {blocks}"
         return trial.report("fill", 6, "padding_written", message, observed=blocks)
+    what = f"layer {entry.layer}: {entry.num_bytes} bytes of blocks {blocks}"
     if entry.state == "unwritten":
-        cause = unwritten_cause(wanted[entry.group], blocks, trial.rows_per_block(entry.group))
-        message = f"layer {entry.layer}: {what} were to be written, {entry.num_bytes} bytes of them were not"
+        cause = unwritten_cause(fill, group, blocks)
+        message = f"{what} were to be written, but were not"
     elif entry.state == "wrong_value":
+        cause, group = written_cause(fill, group, blocks, "wrong_value")
         value = trial.contract.values[entry.group]
-        right = f"{value.element.hex()}" if not value.is_random else "drawn values"
-        cause = "wrong_value"
-        message = f"layer {entry.layer}: {what} hold {entry.value or 'no constant'} instead of {right}"
+        right = "drawn values" if value.is_random else value.element.hex()
+        message = f"{what} are wrong: elements {entry.value or 'of no one value'} instead of {right}"
     else:
-        ratios = [trial.rows_per_block(index) for index in range(len(wanted))]
-        cause, group = outside_cause(blocks, entry.group, wanted, ratios)
-        first = trial.replay.describe(blocks[0]) if blocks else ""
-        message = f"layer {entry.layer}: {entry.num_bytes} bytes of {what} were written unasked; block {blocks[0]} {first}"
+        cause, group = written_cause(fill, group, blocks, "outside_selection")
+        message = f"{what} were written unasked; block {blocks[0]} {trial.replay.describe(blocks[0])}"
     request = _request_of(record, group, blocks)
     return trial.report(
-        "fill", 6, cause, message, request=request, group=group, expected=list(wanted[entry.group]), observed=blocks
+        "fill", 6, cause, message, request=request, group=group, expected=list(fill.wanted[group]), observed=blocks
     )
 
 
-def _request_of(record: Start | Scheduled, group: int | None, blocks: Sequence[int]) -> str | None:
+def _request_of(record: Start | Scheduled, group: int, blocks: Sequence[int]) -> str | None:
     """The request for which the first of these blocks was to be written, if any."""
     received = record.received or {} if isinstance(record, Scheduled) else {}
     for request, selection in received.items():
-        if group is not None and any(block in selection.groups[group] for block in blocks):
+        if any(block in selection.groups[group] for block in blocks):
             return request
     return None
 
@@ -244,18 +242,16 @@ def check_distribution(trial: Trial, record: End) -> None:
     for group, samples in trial.drawn.items():
         assert trial.contract is not None
         value = trial.contract.values[group]
+        right_mean, right_std = clamped_moments(value.mean, value.std, value.dtype)
         count = sum(n for n, _, _ in samples)
         mean = sum(n * m for n, m, _ in samples) / count
         std = (sum(n * (s * s + m * m) for n, m, s in samples) / count - mean * mean) ** 0.5
-        grain = 0.02 * abs(value.mean) + 0.1 * value.std  # rounding to 2 or 3 bits of fraction shifts this much
-        num_errors = 6  # standard errors: one false alarm in 500 million groups
-        if (
-            abs(mean - value.mean) > grain / 5 + num_errors * value.std / count**0.5
-            or abs(std - value.std) > grain + num_errors * value.std / (2 * count) ** 0.5
-        ):
+        grain = 0.02 * (abs(right_mean) + right_std)  # rounding to 2 or 3 bits of fraction shifts this much
+        error = 6 * value.std / count**0.5  # six standard errors: one false alarm in 500 million
+        if abs(mean - right_mean) > grain + error or abs(std - right_std) > 5 * grain + error:
             message = f"{count} drawn values have mean {mean:.4g} and deviation {std:.4g}"
-            message += f" instead of {value.mean:.4g} and {value.std:.4g}"
+            message += f" instead of {right_mean:.4g} and {right_std:.4g}"
             trial.report(
-                "fill", 6, "wrong_distribution", message, group=group, expected=[value.mean, value.std],
+                "fill", 6, "wrong_distribution", message, group=group, expected=[right_mean, right_std],
                 observed=[mean, std],
             )

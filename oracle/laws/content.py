@@ -15,11 +15,12 @@ from sim.history import Scheduled
     (Scheduled,),
 )
 def check_writers(trial: Trial, record: Scheduled) -> None:
-    """Law 2. A block that comes in to be written must have no other holder; whoever else comes in for its content is
-    judged by what it finds there."""
+    """Law 2. A block that comes in to be written has no other holder, except those that come in for its content in the
+    same step: what they find there is judged by law 3."""
     replay = trial.replay
     for entry in replay.fresh:
-        if replay.num_holders[entry.block] != 1:
+        num_holders = replay.num_holders[entry.block]
+        if num_holders != 1 and num_holders != 1 + sum(hit.block == entry.block for hit, _ in replay.hits):
             others = [h for h in replay.holders(entry.block) if h != (entry.stay.request, entry.group, entry.position)]
             where = "; ".join(f"request {r}, group {g}, position {p}" for r, g, p in others)
             message = f"position {entry.position}: block {entry.block} is to be written, but is also held by {where}"

@@ -28,8 +28,9 @@ class End(NamedTuple):
 class Trial:
     """One history before the laws. replay: what the records show so far.
 
-    layers: names by group. last_sent: the metadata sent last, by request. drawn: per group (elements, mean, deviation) of
-    each random fill. states: how often a state came back since a token was gained.
+    rows_per_block: kernel blocks in a manager block, by group. layers: names by group. last_sent: the metadata sent last,
+    by request. drawn: per group (elements, mean, deviation) of each random fill. states: how often a state came back
+    since a token was gained.
     """
 
     def __init__(self, scenario: Scenario, rules: Rules, contract: Contract | None) -> None:
@@ -38,6 +39,7 @@ class Trial:
         self.contract = contract
         self.replay = Replay(scenario, rules)
         self.findings: list[Finding] = []
+        self.rows_per_block = [group.block // (group.kernel_block or group.block) for group in scenario.groups]
         self.layers: list[list[str]] = [[] for _ in scenario.groups]
         self.last_sent: Selections = {}
         self.drawn: dict[int, list[tuple[int, float, float]]] = {}
@@ -65,11 +67,6 @@ class Trial:
     def promises_progress(self) -> bool:
         """Whether the pool is one that vLLM's start-up check accepts."""
         return self.scenario.engine.blocks >= smallest_pool(self.scenario, self.rules)
-
-    def rows_per_block(self, group: int) -> int:
-        """Kernel blocks in a manager block; exact."""
-        spec = self.scenario.groups[group]
-        return spec.block // (spec.kernel_block or spec.block)
 
 
 Check = Callable[[Trial, Any], None]
