@@ -14,6 +14,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 from diff_tests.vllm_target import wire
@@ -149,7 +150,7 @@ def _prepare(arguments: argparse.Namespace, outbox: Outbox) -> tuple[str, Callab
     gc.collect()
     gc.freeze()
     gc.disable()
-    return vllm.__version__, _Loop(server.run, server.startup_pool, outbox)
+    return vllm.__version__, _Loop(server.run, server.startup_pool, server.step_times, outbox)
 
 
 class _Loop:
@@ -159,20 +160,28 @@ class _Loop:
         self,
         run: Callable[[Scenario, Callable[[Record], None]], None],
         startup_pool: Callable[[Scenario], int],
+        step_times: Callable[[Scenario, int, int], list[float]],
         outbox: Outbox,
     ) -> None:
         self._run = run
         self._startup_pool = startup_pool
+        self._step_times = step_times
         self._outbox = outbox
         self._num_cases = 0
         self._num_blocks = 0
 
     def __call__(self, message: wire.ToChild) -> None:
+        if isinstance(message, wire.AskCpuTime):
+            self._outbox.send(wire.CpuTime(message.case, time.process_time()))
+            return
         scenario = wire.unpack_scenario(message.scenario)
         if isinstance(message, wire.RunCase):
             self._outbox.begin(message.case, message.flush)
             self._run(scenario, self._outbox.add)
             self._outbox.end()
+        elif isinstance(message, wire.AskStepTimes):
+            seconds = self._step_times(scenario, message.num_warmup_steps, message.num_steps)
+            self._outbox.send(wire.StepTimes(message.case, seconds))
         else:
             self._outbox.send(self._pool(message.case, scenario))
         self._collect(scenario.engine.blocks)

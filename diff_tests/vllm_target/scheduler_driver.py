@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from contextlib import suppress
 from typing import Any
@@ -49,6 +50,13 @@ def run(scenario: Scenario, release: str, contract: Contract | None, defect: Def
         driver.run()
 
 
+def step_times(scenario: Scenario, num_warmup_steps: int, num_steps: int) -> list[float]:
+    """Seconds that vLLM spends in `schedule` and `update_from_output`, step by step after the warm-up, with all the
+    scenario's requests there from the start. Nothing is recorded, no connector's worker acts."""
+    driver = SchedulerDriver(scenario, _Engine(scenario, None, None), None, lambda record: None)
+    return driver.timed_steps(num_warmup_steps + num_steps)[num_warmup_steps:]
+
+
 class _Engine:
     """Scheduler and worker of one engine. Building it raises whatever vLLM raises."""
 
@@ -60,7 +68,7 @@ class _Engine:
         self.scheduler: Any = vllm_config.scheduler_config.get_scheduler_cls()(
             vllm_config=vllm_config,
             kv_cache_config=setup.scheduler_config,
-            structured_output_manager=StructuredOutputManager(vllm_config),
+            structured_output_manager=_structured_outputs(vllm_config),
             block_size=setup.scheduler_block_size,
             hash_block_size=setup.hash_block_size,
             log_stats=False,
@@ -136,6 +144,22 @@ class SchedulerDriver:
                 self._reset_prefix_cache(step.running)
             else:
                 self._out.fail("action", configs.Unsupported(f"no connector here takes {type(step).__name__} steps"))
+
+    def timed_steps(self, num_steps: int) -> list[float]:
+        """Adds all requests, then runs steps; seconds that the scheduler took for each."""
+        for step in self._scenario.steps:
+            if isinstance(step, Add):
+                self._add(step)
+        seconds = []
+        for _ in range(num_steps):
+            started = time.perf_counter()
+            output = self._scheduler.schedule()
+            scheduled = time.perf_counter()
+            sampled = self._sample(output)
+            resumed = time.perf_counter()
+            self._scheduler.update_from_output(output, sampled)
+            seconds.append(time.perf_counter() - resumed + scheduled - started)
+        return seconds
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -265,6 +289,16 @@ class SchedulerDriver:
                 record.finished.append(request_id)
         self._state.fill_in(record)
         self._out.emit(record)
+
+
+_no_structure: list[StructuredOutputManager] = []
+
+
+def _structured_outputs(vllm_config: Any) -> StructuredOutputManager:
+    """No request here asks for structured output, so all engines share one manager."""
+    if not _no_structure:
+        _no_structure.append(StructuredOutputManager(vllm_config))
+    return _no_structure[0]
 
 
 def _admissions(output: Any) -> dict[str, int]:

@@ -32,6 +32,10 @@ class Server:
         scenario = with_connector(scenario, self._connector)
         driver.run(scenario, self._version, contract, defect, emit)
 
+    def step_times(self, scenario: Scenario, num_warmup_steps: int, num_steps: int) -> list[float]:
+        """Seconds that vLLM spends in each step of the scheduler driver, see there."""
+        return scheduler_driver.step_times(scenario, num_warmup_steps, num_steps)
+
     def startup_pool(self, scenario: Scenario) -> int:
         """The smallest pool that vLLM's start-up check admits for the scenario's groups, in blocks."""
         return configs.smallest_pool(with_connector(scenario, self._connector))

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -161,20 +161,37 @@ class Target:
     def startup_pool(self, scenario: Scenario) -> int:
         """The smallest pool, in blocks with the null block, that vLLM's own start-up check admits for the scenario's
         groups and limits. Raises ValueError where vLLM refuses the configuration at any size."""
-        self.start()
-        case = self._next_case
-        self._next_case += 1
-        assert self._child is not None
-        self._child.send(wire.AskStartupPool(case, wire.pack_scenario(scenario)))
-        try:
-            answer = self._child.answer(case, self._timeout_s)
-        except _Died as death:
-            self._drop_child()
-            raise TargetStartError(death.history[-1].message) from None  # type: ignore[union-attr]
+        answer = self._ask(lambda case: wire.AskStartupPool(case, wire.pack_scenario(scenario)))
         assert isinstance(answer, wire.StartupPool)
         if answer.refusal is not None:
             raise ValueError(answer.refusal)
         return answer.num_blocks
+
+    def step_times(self, scenario: Scenario, num_warmup_steps: int, num_steps: int) -> list[float]:
+        """Seconds that vLLM's scheduler spends in each step after the warm-up, with all requests there from the start."""
+        data = wire.pack_scenario(scenario)
+        answer = self._ask(lambda case: wire.AskStepTimes(case, data, num_warmup_steps, num_steps))
+        assert isinstance(answer, wire.StepTimes)
+        return answer.seconds
+
+    def cpu_seconds(self) -> float:
+        """Processor time that the child has used so far."""
+        answer = self._ask(wire.AskCpuTime)
+        assert isinstance(answer, wire.CpuTime)
+        return answer.seconds
+
+    def _ask(self, question: Callable[[int], wire.ToChild]) -> wire.ToParent:
+        """The child's answer to a question that is no case. Raises TargetStartError if it dies over it."""
+        self.start()
+        assert self._child is not None
+        case = self._next_case
+        self._next_case += 1
+        self._child.send(question(case))
+        try:
+            return self._child.answer(case, self._timeout_s)
+        except _Died as death:
+            self._drop_child()
+            raise TargetStartError(death.history[-1].message) from None  # type: ignore[union-attr]
 
     # -- results, and what to do without -------------------------------------------------------------------------------
 

@@ -30,6 +30,21 @@ class AskStartupPool(Struct, tag="startup_pool"):
     scenario: bytes
 
 
+class AskStepTimes(Struct, tag="step_times"):
+    """Run all the scenario's requests and time steps, without recording anything."""
+
+    case: int
+    scenario: bytes
+    num_warmup_steps: int
+    num_steps: int
+
+
+class AskCpuTime(Struct, tag="cpu_time"):
+    """Ask for the processor time that the child has used so far."""
+
+    case: int
+
+
 class Ready(Struct, tag="ready"):
     """vLLM is imported and the connector is in place."""
 
@@ -59,8 +74,22 @@ class StartupPool(Struct, tag="pool"):
     refusal: str | None = None
 
 
-ToChild = RunCase | AskStartupPool
-ToParent = Ready | NotReady | Records | StartupPool
+class StepTimes(Struct, tag="times"):
+    """Seconds that vLLM spent in each step."""
+
+    case: int
+    seconds: list[float]
+
+
+class CpuTime(Struct, tag="cpu"):
+    """Processor seconds of the child."""
+
+    case: int
+    seconds: float
+
+
+ToChild = RunCase | AskStartupPool | AskStepTimes | AskCpuTime
+ToParent = Ready | NotReady | Records | StartupPool | StepTimes | CpuTime
 
 encode: Callable[[ToChild | ToParent], bytes] = msgspec.msgpack.Encoder().encode
 _to_child = msgspec.msgpack.Decoder(ToChild)

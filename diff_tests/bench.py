@@ -1,0 +1,203 @@
+"""The ratios that the project promises, measured: interleaved, in one run, as medians.
+
+Speed of a campaign is counted in processor time of both processes together, so that it does not depend on how many cores
+happen to be free. *Real side* is the child's part: scheduler, connector, worker, painting, reading memory and state back.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from diff_tests.coverage import Coverage
+from diff_tests.generate import SeededChooser, case_seed, generate
+from diff_tests.run import judge_run
+from diff_tests.vllm_target.target import Target, TargetInfo
+from sim.releases import Rules
+from sim.scenario import Add, Engine, Full, Scenario, Span
+from sim.scheduler import Scheduler
+
+CASES_PER_BATCH = 150
+NUM_BATCHES = 7
+NUM_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One promise: what was measured, in which unit, and the bound it must keep (at least or at most)."""
+
+    name: str
+    value: float
+    unit: str
+    at_least: float | None = None
+    at_most: float | None = None
+    detail: str = ""
+
+    @property
+    def kept(self) -> bool:
+        return (self.at_least is None or self.value >= self.at_least) and (
+            self.at_most is None or self.value <= self.at_most
+        )
+
+
+def measure(target: Target, info: TargetInfo, only: str | None = None) -> list[Measure]:
+    """All measures, or those of one part: `campaign` or `model`."""
+    measures: list[Measure] = []
+    if only in (None, "campaign"):
+        measures += measure_campaign(target, info.rules)
+    if only in (None, "model"):
+        measures += [
+            measure_model(target, info.rules, num_requests=4, num_blocks=1000, num_steps=400),
+            measure_model(target, info.rules, num_requests=256, num_blocks=100_000, num_steps=60),
+            measure_building(info.rules),
+        ]
+    return measures
+
+
+# ------------------------------------------------------------------------------------------------------------ campaign
+
+
+def measure_campaign(target: Target, rules: Rules) -> list[Measure]:
+    """Cases per second on one core, and what a campaign costs over its real side."""
+    _campaign_batch(target, rules, 0)  # warms both sides up
+    campaign: list[float] = []
+    real: list[float] = []
+    for batch_index in range(1, NUM_BATCHES + 1):
+        scenarios = [generate(SeededChooser(case_seed(batch_index, i)), rules) for i in range(CASES_PER_BATCH)]
+        real.append(_child_seconds(target, lambda scenarios=scenarios: _drain(target, scenarios)))
+        started = time.process_time()
+        child = _child_seconds(target, lambda batch_index=batch_index: _campaign_batch(target, rules, batch_index))
+        campaign.append(child + time.process_time() - started)
+    ratio = median(c / r for c, r in zip(campaign, real, strict=True))
+    rate = CASES_PER_BATCH / median(campaign)
+    detail = f"real side alone: {CASES_PER_BATCH / median(real):.0f} cases/s"
+    return [
+        Measure("campaign, default mix", rate, "cases/s on one core", at_least=150, detail=detail),
+        Measure("campaign over real side", ratio, "times", at_most=2.0),
+    ]
+
+
+def _campaign_batch(target: Target, rules: Rules, batch_index: int) -> None:
+    """A campaign's work on one batch: generate, run, compare, judge, count."""
+    coverage = Coverage()
+    scenarios = (generate(SeededChooser(case_seed(batch_index, i)), rules) for i in range(CASES_PER_BATCH))
+    for scenario, history in target.run_many(scenarios):
+        judge_run(scenario, history, rules)
+        coverage.add(scenario, history, rules)
+
+
+def _drain(target: Target, scenarios: Sequence[Scenario]) -> None:
+    for _ in target.run_many(scenarios):
+        pass
+
+
+def _child_seconds(target: Target, work: Callable[[], None]) -> float:
+    """Processor time that some work costs the child."""
+    before = target.cpu_seconds()
+    work()
+    return target.cpu_seconds() - before
+
+
+# --------------------------------------------------------------------------------------------------------------- model
+
+
+def decoding(num_requests: int, num_blocks: int) -> Scenario:
+    """`num_requests` requests that fit together and decode for long, with prompts of 200 tokens each."""
+    adds = tuple(
+        Add(id=f"R{i}", prompt=(Span(f"s{i}", 0, 200),), max_tokens=3000) for i in range(num_requests)
+    )
+    engine = Engine(
+        blocks=num_blocks, max_num_seqs=max(16, num_requests), max_num_batched_tokens=max(8192, 200 * num_requests)
+    )
+    return Scenario(engine=engine, groups=(Full(block=16),), steps=adds)
+
+
+def measure_model(target: Target, rules: Rules, num_requests: int, num_blocks: int, num_steps: int) -> Measure:
+    """How many times faster the model schedules and updates than the real scheduler, decode step for decode step."""
+    scenario = decoding(num_requests, num_blocks)
+    num_warmup_steps = 4
+    ratios, ours, real = [], [], []
+    for _ in range(NUM_ROUNDS):
+        real.append(median(target.step_times(scenario, num_warmup_steps, num_steps)))
+        ours.append(median(model_step_times(scenario, rules, num_warmup_steps, num_steps)))
+        ratios.append(real[-1] / ours[-1])
+    return Measure(
+        f"model over scheduler, {num_requests} running, {num_blocks:,} blocks",
+        median(ratios),
+        "times faster",
+        at_least=3.0,
+        detail=f"{median(ours) * 1e6:.0f} against {median(real) * 1e6:.0f} microseconds a step",
+    )
+
+
+def model_step_times(scenario: Scenario, rules: Rules, num_warmup_steps: int, num_steps: int) -> list[float]:
+    """Seconds that the model takes for each step after the warm-up, all requests there from the start."""
+    model = Scheduler(scenario, rules)
+    for step in scenario.steps:
+        if isinstance(step, Add):
+            model.add(step)
+    seconds = []
+    # The child measures without the garbage collector too.
+    gc.disable()
+    try:
+        for _ in range(num_warmup_steps + num_steps):
+            started = time.perf_counter()
+            model.update(model.schedule())
+            seconds.append(time.perf_counter() - started)
+    finally:
+        gc.enable()
+    return seconds[num_warmup_steps:]
+
+
+def measure_building(rules: Rules) -> Measure:
+    """Milliseconds to build a model of 100,000 blocks. The real Scheduler takes some 400."""
+    scenario = decoding(4, 100_000)
+    seconds = []
+    for _ in range(20):
+        started = time.perf_counter()
+        Scheduler(scenario, rules)
+        seconds.append(time.perf_counter() - started)
+    return Measure("building a model of 100,000 blocks", median(seconds) * 1e3, "milliseconds", at_most=10.0)
+
+
+# -------------------------------------------------------------------------------------------------------------- output
+
+
+def document(measures: Sequence[Measure], info: TargetInfo) -> dict[str, Any]:
+    """The JSON document of `bench --json`."""
+    return {
+        "verdict": "pass" if all(m.kept for m in measures) else "fail",
+        "target": {"vllm": info.version},
+        "measures": [
+            {
+                "name": m.name,
+                "value": m.value,
+                "unit": m.unit,
+                "at_least": m.at_least,
+                "at_most": m.at_most,
+                "kept": m.kept,
+                "detail": m.detail,
+            }
+            for m in measures
+        ],
+    }
+
+
+def print_measures(console: Console, measures: Sequence[Measure], info: TargetInfo) -> None:
+    """The same as a table, and last the verdict."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title in ("", "measured", "", "promised", ""):
+        table.add_column(title)
+    for m in measures:
+        bound = f"at least {m.at_least:g}" if m.at_least is not None else f"at most {m.at_most:g}"
+        table.add_row(m.name, f"{m.value:.3g}", m.unit, bound + ("" if m.kept else "  MISSED"), m.detail)
+    console.print(table)
+    missed = sum(not m.kept for m in measures)
+    console.print(f"{'fail' if missed else 'pass'}: {len(measures)} measures, {missed} missed, vLLM {info.version}")
