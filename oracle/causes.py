@@ -43,6 +43,8 @@ def selection_causes(asked: Asked, expected: Sequence[int], observed: Sequence[i
     if len(chosen) < len(observed):
         nulls = [position for position, block in enumerate(asked.table) if block == NULL]
         causes.append(Cause("null_selected", nulls[: len(observed) - len(chosen)]))
+        if not chosen:
+            return causes  # nothing but nulls: that is why no block was chosen
     if chosen != list(expected):
         causes.append(_selection_cause(asked, expected, chosen))
     return causes
@@ -61,7 +63,7 @@ def _selection_cause(asked: Asked, expected: Sequence[int], chosen: Sequence[int
     if not got or not wanted:
         return Cause("extra_block", got) if got else Cause("missing_block", wanted)
     for size in asked.other_sizes:
-        if chosen == _slice(asked, size):
+        if chosen in (_slice(asked, size), _count(asked, size, wanted[0])):
             words = f", as with blocks of {size} tokens instead of {asked.block_size}"
             return Cause("wrong_block_size", sorted(set(got) ^ set(wanted)), words)
     if got != [position for block, position in place.items() if got[0] <= position <= got[-1]]:
@@ -82,6 +84,12 @@ def _slice(asked: Asked, size: int) -> list[int]:
     """What a connector would choose that takes blocks for `size` tokens long."""
     entries = asked.table[asked.start // size : -(-asked.end // size)]  # from the first token's block, rounds up
     return [block for block in entries if block != NULL]
+
+
+def _count(asked: Asked, size: int, first: int) -> list[int]:
+    """What a connector would choose that begins at the right place, but counts blocks of `size` tokens."""
+    num_blocks = -(-(asked.end - asked.start) // size)  # rounds up
+    return [block for block in asked.table[first : first + num_blocks] if block != NULL]
 
 
 def _shifted(got: Sequence[int], wanted: Sequence[int]) -> Cause:
@@ -121,11 +129,13 @@ class FillAsked(NamedTuple):
 
 
 def unwritten_cause(fill: FillAsked, group: int, blocks: Iterable[int]) -> str:
-    """Why blocks of one of the group's layers hold what they held before, though they were to be written."""
+    """Why blocks of one of the group's layers hold what they held before, though they were to be written. The layer is
+    another group's business, or nobody's, if what was written of it is no more than other groups' blocks."""
     missed = set(blocks)
     if fill.rows_per_block[group] > 1 and missed <= fill.half_written(group):
         return "wrong_rows"
-    return "wrong_layers" if missed >= set(fill.wanted[group]) else "missing_block"
+    others = {block for source, ids in enumerate(fill.wanted) if source != group for block in ids}
+    return "wrong_layers" if set(fill.wanted[group]) - missed <= others else "missing_block"
 
 
 def written_cause(fill: FillAsked, group: int, blocks: Iterable[int], otherwise: str) -> tuple[str, int]:

@@ -69,7 +69,10 @@ _WORDS = {
 
 
 def compare(predicted: History, observed: History) -> Finding | None:
-    """The first divergence of an observed history from the predicted one, or None."""
+    """The first divergence of an observed history from the predicted one, or None.
+
+    The model does not predict the worker: an exception there ends the comparison, and is left to the laws.
+    """
     return _Comparison(predicted, observed).first()
 
 
@@ -85,6 +88,8 @@ class _Comparison:
 
     def first(self) -> Finding | None:
         for mine, theirs in zip(self._predicted, self._observed, strict=False):
+            if isinstance(theirs, Failure) and theirs.phase == "worker":
+                return None
             finding = self._compare(mine, theirs)
             if finding is not None:
                 return finding
@@ -112,7 +117,8 @@ class _Comparison:
         if isinstance(mine, Start):
             assert isinstance(theirs, Start)
             return self._start(mine, theirs)
-        return None  # both refused the configuration
+        assert isinstance(mine, Refusal)
+        return self._field(mine, theirs, {"type": ("crash", "refusal")})
 
     def _start(self, mine: Start, theirs: Start) -> Finding | None:
         """Geometry, then the initial state."""

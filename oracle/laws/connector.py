@@ -88,7 +88,7 @@ def _report_selection(
     """Names the first block that is wrong, whose tokens it holds, and what should have been there."""
     table, replay = asked.table, trial.replay
     external = f"external {token_range(asked.start, asked.end)}"
-    wrong = next((block for block in observed if block not in expected), None)
+    wrong = next((block for block in observed if block not in expected and block != NULL), None)
     missing = next((block for block in expected if block not in observed), None)
     if cause.slug == "null_selected":
         wrong, missing = NULL, None

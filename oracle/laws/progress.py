@@ -20,7 +20,7 @@ _NUM_REPEATS = 3
 )
 def check_failure(trial: Trial, record: Failure) -> None:
     """Law 7."""
-    cause = "out_of_blocks" if "free blocks" in record.message else "exception"
+    cause = "out_of_blocks" if "free blocks" in record.message else f"{record.phase}_exception"
     message = f"{record.type} in phase {record.phase}: {record.message}"
     trial.report("crash", 7, cause, message, observed=record.type)
 
