@@ -15,11 +15,13 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 from diff_tests.vllm_target import wire
 from diff_tests.vllm_target.releases import TargetInputError
-from sim.history import Record
+from sim.history import Failure, Record
 from sim.scenario import Scenario
 
 # Records of a case that takes long go out this often, so that a hang leaves its history behind.
@@ -114,8 +116,6 @@ def main() -> None:
     parser.add_argument("--requests", type=int, required=True)
     parser.add_argument("--answers", type=int, required=True)
     parser.add_argument("--connector")
-    parser.add_argument("--defect")
-    parser.add_argument("--judged-by", help="release whose rules name the values that a fill leaves")
     arguments = parser.parse_args()
     inbox, outbox = Inbox(arguments.requests), Outbox(arguments.answers)
     # A connector may lie where the user is; last, so that nothing there shadows vLLM.
@@ -146,7 +146,7 @@ def _prepare(arguments: argparse.Namespace, outbox: Outbox) -> tuple[str, Callab
     logging.disable(logging.CRITICAL)
     connector = connectors.install(arguments.connector)
     configs.warm_up()
-    server = Server(vllm.__version__, arguments.judged_by, connector, arguments.defect)
+    server = Server(vllm.__version__, connector)
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -158,7 +158,7 @@ class _Loop:
 
     def __init__(
         self,
-        run: Callable[[Scenario, Callable[[Record], None]], None],
+        run: Callable[[Scenario, str, str | None, Callable[[Record], None]], None],
         startup_pool: Callable[[Scenario], int],
         step_times: Callable[[Scenario, int, int], list[float]],
         outbox: Outbox,
@@ -177,7 +177,10 @@ class _Loop:
         scenario = wire.unpack_scenario(message.scenario)
         if isinstance(message, wire.RunCase):
             self._outbox.begin(message.case, message.flush)
-            self._run(scenario, self._outbox.add)
+            try:
+                self._run(scenario, message.judged_by, message.defect, self._outbox.add)
+            except Exception as error:  # a vLLM that cannot be read or driven; the next case may fare better
+                self._outbox.add(_unreadable(error))
             self._outbox.end()
         elif isinstance(message, wire.AskStepTimes):
             seconds = self._step_times(scenario, message.num_warmup_steps, message.num_steps)
@@ -198,6 +201,13 @@ class _Loop:
         if self._num_cases >= _CASES_PER_COLLECTION or self._num_blocks >= _BLOCKS_PER_COLLECTION:
             gc.collect()
             self._num_cases = self._num_blocks = 0
+
+
+def _unreadable(error: Exception) -> Failure:
+    """Not raised by vLLM while it ran, but by us while we drove it or looked inside."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    message = f"{error} ({Path(place.filename).name}, line {place.lineno})"
+    return Failure(step=0, type=type(error).__name__, phase="child", message=message)
 
 
 if __name__ == "__main__":

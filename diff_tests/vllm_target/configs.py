@@ -10,11 +10,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import vllm.v1.engine.core as engine_core_module
@@ -30,6 +31,8 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
 from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
@@ -185,6 +188,10 @@ class _Executor:
         pass
 
 
+# Below the tracing that vLLM wraps around it.
+_start: Any = inspect.unwrap(engine_core_module.EngineCore._initialize_kv_caches)
+
+
 class _Core:
     """The part of an engine core that its start-up code reads and writes."""
 
@@ -196,7 +203,7 @@ class _Core:
 
 def _start_engine(vllm_config: VllmConfig, executor: _Executor) -> kv.KVCacheConfig:
     core: Any = _Core(vllm_config, executor)
-    return engine_core_module.EngineCore._initialize_kv_caches(core, vllm_config)
+    return _start(core, vllm_config)
 
 
 @contextmanager
@@ -266,18 +273,109 @@ def _base_model(dtype: str) -> ModelConfig:
     )
 
 
-def _model_config(scenario: Scenario) -> ModelConfig:
-    """A model of the scenario's length. Copied from one built before: building one costs more than a small case."""
-    dtypes = [group.dtype for group in scenario.groups if group.dtype not in _FP8]
-    model = copy.copy(_base_model(dtypes[0] if dtypes else "bfloat16"))
-    model.max_model_len = model.original_max_model_len = scenario.engine.max_model_len
-    return model
-
-
 def _vllm_config(scenario: Scenario) -> VllmConfig:
+    """The scenario's engine settings. What is alike in many scenarios is built once, with vLLM's own checks, and copied:
+    building it costs as much as running a small scenario."""
     engine = scenario.engine
-    model_config = _model_config(scenario)
-    scheduler_config = SchedulerConfig(
+    kv_transfer_config = _kv_transfer_config(scenario)
+    template = _template(_Alike.of(scenario))
+    vllm_config = copy.copy(template)
+    vllm_config.kv_transfer_config = kv_transfer_config
+    vllm_config.parallel_config = copy.copy(template.parallel_config)
+    vllm_config.model_config = copy.copy(template.model_config)
+    vllm_config.model_config.max_model_len = engine.max_model_len
+    vllm_config.model_config.original_max_model_len = engine.max_model_len
+    vllm_config.scheduler_config = _filled(template.scheduler_config, _scheduler_config(scenario), _SCHEDULER_FIELDS)
+    vllm_config.cache_config = _filled(template.cache_config, _cache_config(scenario), _CACHE_FIELDS)
+    # Platform and model hooks rewrite these for the machine at hand; the scenario has the last word.
+    vllm_config.cache_config.cache_dtype = _cache_dtype(scenario)
+    vllm_config.cache_config.num_gpu_blocks_override = engine.blocks
+    vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = not _takes_groups(kv_transfer_config)
+    return vllm_config
+
+
+class _Alike(NamedTuple):
+    """The settings on which vLLM bases other settings. Scenarios that agree in them share a template."""
+
+    model_dtype: str
+    dcp: int
+    prefix_caching: bool
+    chunked_prefill: bool
+    async_scheduling: bool
+    policy: str
+    mamba_mode: str
+    connector: str | None
+    kv_events: bool
+    num_speculative_tokens: int
+
+    @classmethod
+    def of(cls, scenario: Scenario) -> _Alike:
+        engine = scenario.engine
+        if engine.speculative is not None and engine.speculative.method != "ngram":
+            raise Unsupported(f"speculative method {engine.speculative.method!r} needs a draft model")
+        model_dtypes = [group.dtype for group in scenario.groups if group.dtype not in _FP8]
+        return cls(
+            model_dtype=model_dtypes[0] if model_dtypes else "bfloat16",
+            dcp=engine.dcp,
+            prefix_caching=engine.prefix_caching,
+            chunked_prefill=engine.chunked_prefill,
+            async_scheduling=engine.async_scheduling,
+            policy=engine.policy,
+            mamba_mode=_mamba_mode(scenario),
+            connector=scenario.connector.name if scenario.connector else None,
+            kv_events=engine.kv_events,
+            num_speculative_tokens=engine.speculative.tokens if engine.speculative else 0,
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _template(alike: _Alike) -> VllmConfig:
+    model_config = _base_model(alike.model_dtype)
+    return VllmConfig(
+        model_config=model_config,
+        scheduler_config=SchedulerConfig(
+            max_model_len=_MAX_POSITIONS,
+            max_num_batched_tokens=_MAX_POSITIONS,
+            is_encoder_decoder=False,
+            enable_chunked_prefill=alike.chunked_prefill,
+            policy=alike.policy,
+            async_scheduling=alike.async_scheduling,
+        ),
+        cache_config=CacheConfig(
+            enable_prefix_caching=alike.prefix_caching, cache_dtype="auto", mamba_cache_mode=alike.mamba_mode
+        ),
+        # As many ranks as decode context parallelism spreads a token's KV over; they exist on paper only.
+        parallel_config=ParallelConfig(tensor_parallel_size=alike.dcp, decode_context_parallel_size=alike.dcp),
+        device_config=DeviceConfig(device="cpu"),
+        kv_transfer_config=_transfer_config(alike.connector, {}) if alike.connector else None,
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if alike.kv_events else None,
+        speculative_config=_speculative_config(alike.num_speculative_tokens, model_config),
+    )
+
+
+def _filled(template: Any, fresh: Any, fields: tuple[str, ...]) -> Any:
+    """The template with these fields of a config that has been checked on its own."""
+    config = copy.copy(template)
+    for field in fields:
+        setattr(config, field, getattr(fresh, field))
+    return config
+
+
+_SCHEDULER_FIELDS = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "enable_chunked_prefill",
+    "long_prefill_token_threshold",
+    "policy",
+    "async_scheduling",
+    "watermark",
+    "scheduler_reserve_full_isl",
+)
+
+
+def _scheduler_config(scenario: Scenario) -> SchedulerConfig:
+    engine = scenario.engine
+    return SchedulerConfig(
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_model_len=engine.max_model_len,
@@ -289,28 +387,15 @@ def _vllm_config(scenario: Scenario) -> VllmConfig:
         watermark=engine.watermark,
         scheduler_reserve_full_isl=engine.reserve_full_isl,
     )
-    cache_config = _cache_config(scenario)
-    vllm_config = VllmConfig(
-        model_config=model_config,
-        scheduler_config=scheduler_config,
-        cache_config=cache_config,
-        # As many ranks as decode context parallelism spreads a token's KV over; they exist on paper only.
-        parallel_config=ParallelConfig(tensor_parallel_size=engine.dcp, decode_context_parallel_size=engine.dcp),
-        device_config=DeviceConfig(device="cpu"),
-        kv_transfer_config=_kv_transfer_config(scenario),
-        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if engine.kv_events else None,
-        speculative_config=_speculative_config(scenario, model_config),
-    )
-    # Platform and model hooks rewrite these for the machine at hand; the scenario has the last word.
-    cache_config.block_size = min(group.block for group in scenario.groups)
-    cache_config.enable_prefix_caching = engine.prefix_caching
-    cache_config.cache_dtype = _cache_dtype(scenario)
-    cache_config.mamba_cache_mode = _mamba_mode(scenario)
-    cache_config.num_gpu_blocks_override = engine.blocks
-    scheduler_config.enable_chunked_prefill = engine.chunked_prefill
-    scheduler_config.async_scheduling = engine.async_scheduling
-    scheduler_config.disable_hybrid_kv_cache_manager = False
-    return vllm_config
+
+
+_CACHE_FIELDS = (
+    "block_size",
+    "enable_prefix_caching",
+    "mamba_cache_mode",
+    "prefix_cache_retention_interval",
+    "prefix_match_unit",
+)
 
 
 def _cache_config(scenario: Scenario) -> CacheConfig:
@@ -342,26 +427,32 @@ def _cache_dtype(scenario: Scenario) -> Any:
 
 def _kv_transfer_config(scenario: Scenario) -> KVTransferConfig | None:
     connector = scenario.connector
-    if connector is None:
-        return None
-    module_path, _, name = connector.name.rpartition(":")
+    return _transfer_config(connector.name, connector.extra) if connector is not None else None
+
+
+def _transfer_config(connector: str, extra: dict[str, Any]) -> KVTransferConfig:
+    module_path, _, name = connector.rpartition(":")
     return KVTransferConfig(
         kv_connector=name,
         kv_connector_module_path=module_path or None,
         kv_role="kv_both",
-        kv_connector_extra_config=dict(connector.extra),
+        kv_connector_extra_config=dict(extra),
     )
 
 
-def _speculative_config(scenario: Scenario, model_config: ModelConfig) -> SpeculativeConfig | None:
-    speculative = scenario.engine.speculative
-    if speculative is None:
+def _takes_groups(kv_transfer_config: KVTransferConfig | None) -> bool:
+    """Whether the connector, if there is one, takes several KV cache groups; else an engine has one manager for all."""
+    if kv_transfer_config is None:
+        return True
+    return supports_hma(KVConnectorFactory.get_connector_class(kv_transfer_config))
+
+
+def _speculative_config(num_tokens: int, model_config: ModelConfig) -> SpeculativeConfig | None:
+    if not num_tokens:
         return None
-    if speculative.method != "ngram":
-        raise Unsupported(f"speculative method {speculative.method!r} needs a draft model")
     return SpeculativeConfig(
         method="ngram",
-        num_speculative_tokens=speculative.tokens,
+        num_speculative_tokens=num_tokens,
         prompt_lookup_max=2,
         prompt_lookup_min=1,
         target_model_config=model_config,

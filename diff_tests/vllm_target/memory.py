@@ -19,7 +19,9 @@ from sim.scenario import Scenario
 class KVMemory:
     """The KV memory of one worker. `tensors` is what the connector registers, by layer name."""
 
-    def __init__(self, scenario: Scenario, setup: EngineSetup, values: Sequence[FillValue] | None) -> None:
+    def __init__(
+        self, scenario: Scenario, setup: EngineSetup, values: Sequence[FillValue] | None, device: str = "cpu"
+    ) -> None:
         """Raises whatever vLLM raises where a layout cannot hold the scenario's kernel blocks."""
         config = setup.worker_config
         assert config.kv_cache_layout is not None
@@ -29,7 +31,7 @@ class KVMemory:
         ]
         kernel_block_sizes = prepare_kernel_block_sizes(config, attention_groups)  # type: ignore[arg-type]
         self.tensors: dict[str, torch.Tensor] = allocate_kv_cache(
-            config, torch.device("cpu"), KVCacheLayout[config.kv_cache_layout], kernel_block_sizes
+            config, torch.device(device), KVCacheLayout[config.kv_cache_layout], kernel_block_sizes
         )
         self.buffer = _backing(next(iter(self.tensors.values())))
         self._check = None
@@ -40,6 +42,10 @@ class KVMemory:
                 for name in group.layer_names
             ]
             self._check = FillCheck(self.buffer, layers, values)
+
+    def is_zero(self) -> bool:
+        """Whether every byte is zero."""
+        return not bool(self.buffer.any())
 
     def paint(self) -> None:
         """Overwrites all of the memory with a pattern in which every write shows."""
@@ -55,4 +61,4 @@ class KVMemory:
 def _backing(view: torch.Tensor) -> torch.Tensor:
     """The flat bytes below a view."""
     storage = view.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),))
+    return torch.empty(0, dtype=torch.uint8, device=view.device).set_(storage, 0, (storage.nbytes(),))

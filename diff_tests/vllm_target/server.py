@@ -16,21 +16,20 @@ from sim.scenario import Scenario
 class Server:
     """Executes scenarios on one vLLM with one connector."""
 
-    def __init__(self, version: str, judged_by: str, connector: str | None, defect: str | None) -> None:
+    def __init__(self, version: str, connector: str | None) -> None:
         """connector: the name for vLLM's configuration that replaces each scenario's own, if any."""
         self._version = version
-        self._rules = rules_of(judged_by)
         self._connector = connector
         self._contract_name = contract_name(connector) if connector else None
-        self._defect = defect
 
-    def run(self, scenario: Scenario, emit: Callable[[Record], None]) -> None:
-        """Executes the scenario and emits its records."""
-        contract = contract_for(with_connector(scenario, self._contract_name), self._rules)
-        defect = DEFECTS[self._defect]() if self._defect else None
+    def run(self, scenario: Scenario, judged_by: str, defect: str | None, emit: Callable[[Record], None]) -> None:
+        """Executes the scenario, on an engine with the named defect if any, and emits its records. judged_by: the
+        release whose rules say what a fill leaves in memory."""
+        contract = contract_for(with_connector(scenario, self._contract_name), rules_of(judged_by))
+        planted = DEFECTS[defect]() if defect else None
         driver = direct_driver if scenario.driver == "direct" else scheduler_driver
         scenario = with_connector(scenario, self._connector)
-        driver.run(scenario, self._version, contract, defect, emit)
+        driver.run(scenario, self._version, contract, planted, emit)
 
     def step_times(self, scenario: Scenario, num_warmup_steps: int, num_steps: int) -> list[float]:
         """Seconds that vLLM spends in each step of the scheduler driver, see there."""

@@ -5,12 +5,14 @@ Reading changes nothing. A field is given only where it differs from what was gi
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash, get_group_id
 from vllm.v1.request import Request
 
-from sim.history import CachedKey, StateRecord, Tables, is_pool_read
+from sim.history import Acted, CachedKey, StateRecord, Tables, is_pool_read
 
 SEES = ("tables", "free", "refs", "keys")
 # A key that no request of the scenario has had. Nothing should ever show it.
@@ -48,7 +50,11 @@ class KeyNames:
 
 
 class StateReader:
-    """Reads one scheduler's state after each record. Block 0 is the null block."""
+    """Reads one scheduler's state after each record. Block 0 is the null block.
+
+    Walking the free queue and naming keys costs more than a step. Both are read only after a call of something that
+    can change them, and always outside steps.
+    """
 
     def __init__(self, scheduler: Any, names: KeyNames) -> None:
         self._scheduler = scheduler
@@ -56,6 +62,10 @@ class StateReader:
         self._managers = scheduler.kv_cache_manager.coordinator.single_type_managers
         self._names = names
         self._named: dict[bytes, tuple[int, int, int]] = {}
+        self._queue_calls = _CallCounter(self._pool.free_block_queue)
+        self._map_calls = _CallCounter(self._pool.cached_block_hash_to_block)
+        self._free_read_at: object = None
+        self._keys_read_at: object = None
         self._tables: Tables | None = None
         self._free: list[int] | None = None
         self._refs: list[int] | None = None
@@ -64,10 +74,22 @@ class StateReader:
     def fill_in(self, record: StateRecord) -> None:
         """Sets the state fields of a record that differ from the last ones set."""
         record.tables, self._tables = _changed(self._read_tables(), self._tables)
-        if is_pool_read(self._pool.num_gpu_blocks, record):
+        if not is_pool_read(self._pool.num_gpu_blocks, record):
+            return
+        record.refs, self._refs = _changed(self._read_refs(), self._refs)
+        is_outside_steps = isinstance(record, Acted)
+        if is_outside_steps or self._queue_calls.count != self._free_read_at:
+            self._free_read_at = self._queue_calls.count
             record.free, self._free = _changed(self._read_free(), self._free)
-            record.refs, self._refs = _changed(self._read_refs(), self._refs)
+        if is_outside_steps or self._map_version() != self._keys_read_at:
+            self._keys_read_at = self._map_version()
             record.keys, self._keys = _changed(self._read_keys(), self._keys)
+
+    def _map_version(self) -> tuple[int, int]:
+        key_map = self._pool.cached_block_hash_to_block
+        if key_map is not self._map_calls.counted:  # forgetting all keys puts a new map in place
+            self._map_calls = _CallCounter(key_map, self._map_calls.count + 1)
+        return self._map_calls.count, len(key_map)
 
     def _read_tables(self) -> Tables:
         tables: Tables = {}
@@ -108,6 +130,28 @@ class StateReader:
         name = (get_group_id(key), *self._names.name(get_block_hash(key)))
         self._named[key] = name
         return name
+
+
+class _CallCounter:
+    """Counts calls of an object's public methods, which behave as before."""
+
+    def __init__(self, counted: Any, start: int = 0) -> None:
+        self.counted = counted
+        self.count = start
+        for name, _ in inspect.getmembers(type(counted), inspect.isfunction):
+            if not name.startswith("_") and name not in _READING_METHODS:
+                setattr(counted, name, self._counting(getattr(counted, name)))
+
+    def _counting(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any) -> Any:
+            self.count += 1
+            return method(*arguments)
+
+        return counted
+
+
+# Methods of the free queue and the key map that change nothing.
+_READING_METHODS = frozenset({"contain", "get_all_free_blocks", "get_one_block"})
 
 
 def _changed(value: Any, last: Any) -> tuple[Any, Any]:

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 
 from diff_tests.vllm_target import connectors, wire
+from diff_tests.vllm_target.defects import DEFECTS
 from diff_tests.vllm_target.releases import (
     Source,
     TargetInputError,
@@ -70,7 +71,7 @@ class Target:
     """One vLLM with one connector, ready to run scenarios.
 
     vllm: `current`, a release, or a path. connector: a registered name, `module:Class` or a `.py` file; None leaves each
-    scenario's own. defect: one of `defects.DEFECTS`, planted in the child. timeout_s: for one scenario. as_release: the
+    scenario's own. defect: one of `defects.DEFECTS`, planted in every engine from now on. timeout_s: for one scenario. as_release: the
     release whose rules judge a target that is none itself. Raises TargetInputError on any of them being wrong.
     """
 
@@ -84,13 +85,15 @@ class Target:
     ) -> None:
         if as_release is not None and as_release not in RELEASES:
             raise TargetInputError(f"no rules for vLLM {as_release}; known: {', '.join(RELEASES)}")
+        if defect is not None and defect not in DEFECTS:
+            raise TargetInputError(f"no defect {defect!r}; known: {', '.join(DEFECTS)}")
         if connector is not None and connectors.is_file(connector):
             connectors.check_file(connector)
             connector = str(Path(connector).resolve())
         self.vllm = vllm
         self.lost = 0
         self._connector = connector
-        self._defect = defect
+        self.defect = defect
         self._timeout_s = timeout_s
         self._as_release = as_release
         self._source: Source | None = None
@@ -110,15 +113,10 @@ class Target:
         if self._child is None:
             if self._source is None:
                 self._source = resolve(self.vllm)
-            rules = self._rules(self._expected_version())
-            self._child = _Child(self._source, self._connector, self._defect, rules.release)
+            self._child = _Child(self._source, self._connector)
             version = self._child.version
-            if self._rules(version) != rules:  # only now vLLM has told its version
-                self._child.close()
-                rules = self._rules(version)
-                self._child = _Child(self._source, self._connector, self._defect, rules.release)
             known = self._source.kind != "path" and base_version(version) in RELEASES
-            self._info = TargetInfo(self.vllm, version, rules, known, self._connector)
+            self._info = TargetInfo(self.vllm, version, self._rules(version), known, self._connector)
         assert self._info is not None
         return self._info
 
@@ -235,18 +233,11 @@ class Target:
 
     def _send(self, case: int, scenario: Scenario, flush: bool = False) -> None:
         assert self._child is not None
-        self._child.send(wire.RunCase(case, wire.pack_scenario(scenario), flush))
+        assert self._info is not None
+        message = wire.RunCase(case, wire.pack_scenario(scenario), self._info.rules.release, flush, self.defect)
+        self._child.send(message)
 
     # -- which rules ---------------------------------------------------------------------------------------------------
-
-    def _expected_version(self) -> str:
-        """The version before anybody has asked vLLM: by name, or by what is installed."""
-        assert self._source is not None
-        if self._info is not None:
-            return self._info.version
-        if self._source.kind == "release":
-            return self.vllm
-        return (installed_version() if self._source.kind == "current" else None) or ""
 
     def _rules(self, version: str) -> Rules:
         """A release is judged by its own rules; anything else by `as_release` or the newest."""
@@ -270,7 +261,7 @@ def _take(source: Iterator[Scenario], count: int) -> Iterator[Scenario]:
 class _Child:
     """A running child process and the pipes to it."""
 
-    def __init__(self, source: Source, connector: str | None, defect: str | None, release: str) -> None:
+    def __init__(self, source: Source, connector: str | None) -> None:
         """Returns when vLLM is imported. Raises TargetInputError or TargetStartError."""
         requests_read, self._requests = os.pipe()
         self._answers, answers_write = os.pipe()
@@ -278,9 +269,8 @@ class _Child:
             with contextlib.suppress(OSError):  # a larger pipe only saves switches between us
                 fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         command = [sys.executable, "-P", "-m", "diff_tests.vllm_target.child"]
-        command += ["--requests", str(requests_read), "--answers", str(answers_write), "--judged-by", release]
+        command += ["--requests", str(requests_read), "--answers", str(answers_write)]
         command += ["--connector", connector] if connector else []
-        command += ["--defect", defect] if defect else []
         # What vLLM prints; only its last lines matter, and only if it dies.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
         try:
@@ -303,9 +293,9 @@ class _Child:
         try:
             message = self._next_message(time.monotonic() + _START_TIMEOUT_S)
         except BaseException as error:
+            why = self._how_it_ended() if isinstance(error, _Closed) else f"no answer in {_START_TIMEOUT_S:g} seconds"
             self.kill()
             if isinstance(error, (_Silence, _Closed)):
-                why = "does not answer" if isinstance(error, _Silence) else self._how_it_ended()
                 raise TargetStartError(f"vLLM could not be started: {why}\n{self._last_lines()}") from None
             raise
         if isinstance(message, wire.NotReady):

@@ -16,11 +16,14 @@ _LENGTH = struct.Struct(">I")
 
 
 class RunCase(Struct, tag="run"):
-    """Execute a scenario. flush: send each record as soon as it exists, for a child that may die."""
+    """Execute a scenario. judged_by: the release whose rules say what a fill leaves in memory. flush: send each record
+    as soon as it exists, for a child that may die. defect: to plant."""
 
     case: int
     scenario: bytes
+    judged_by: str
     flush: bool = False
+    defect: str | None = None
 
 
 class AskStartupPool(Struct, tag="startup_pool"):

@@ -29,6 +29,12 @@ class Worker:
         self.written_at_start = self._register(contract.startup_fill() if contract else [])
 
     def _register(self, startup_fill: list[list[int]]) -> list[Written] | None:
+        """Registers the memory, and judges what that wrote. New memory is zero; only if it no longer is, or should not
+        be, every byte is looked at."""
+        if not any(startup_fill):
+            self.connector.register_kv_caches(self.memory.tensors)
+            if self.memory.is_zero():
+                return None
         self.memory.paint()
         self.connector.register_kv_caches(self.memory.tensors)
         return self.memory.verify([startup_fill]) or None
