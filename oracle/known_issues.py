@@ -19,8 +19,9 @@ import msgspec
 from msgspec import Struct
 
 from oracle.findings import Finding
+from oracle.values import clamp
 from sim.releases import Rules
-from sim.scenario import AnyGroup, Scenario
+from sim.scenario import AnyGroup, Mamba, Scenario
 
 Value = bool | str | list[str]
 
@@ -59,11 +60,27 @@ def _connector_option(group: AnyGroup | None, scenario: Scenario, value: Value) 
     return scenario.connector is not None and bool(scenario.connector.extra.get(str(value)))
 
 
+def _fill_out_of_range(group: AnyGroup | None, scenario: Scenario, value: Value) -> bool:
+    extra = scenario.connector.extra if scenario.connector is not None else {}
+    mean, drawn = float(extra.get("fill_mean", 0.0)), float(extra.get("fill_std", 0.0)) > 0
+    return any(_needs_encoding(spec, mean, drawn) for spec in scenario.groups) == value
+
+
+def _needs_encoding(group: AnyGroup, mean: float, drawn: bool) -> bool:
+    """Whether the type that the group's memory is stored in cannot take the fill as it is."""
+    if isinstance(group, Mamba):
+        return drawn or not -129 < mean < 128
+    if group.dtype in ("fp8_e4m3", "fp8_e5m2"):
+        return drawn or not -1 < mean < 256
+    return clamp(mean, group.dtype) != mean
+
+
 # Name in `where` -> whether the finding's group and the scenario meet it.
 _WHERE: dict[str, Callable[[AnyGroup | None, Scenario, Value], bool]] = {
     "dtype": _group_dtype,  # the group's dtype is one of these
     "kernel_block_smaller": _kernel_block_smaller,  # kernel blocks are smaller than the manager's
     "context_parallel": _context_parallel,  # decode context parallelism is on
+    "fill_out_of_range": _fill_out_of_range,  # some group's memory, as it is stored, cannot take the fill unencoded
     "connector_option": _connector_option,  # this key of the connector's extra config is set
 }
 
