@@ -12,20 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from diff_tests.tests.target_cases import add, scenario
-from diff_tests.vllm_target.releases import Source
-from diff_tests.vllm_target.target import Target, TargetInputError, _environment
+from diff_tests.vllm_target.target import Target, TargetInputError
 from sim.history import Acted, Failure, Scheduled, Start
 from sim.scenario import Scenario
 
-# A connector that behaves, hangs or kills its process in the second step, as its settings say.
-ODD_CONNECTOR = """
+# Put after the installed connector's source: it behaves, hangs or kills its process in the second step, as its settings
+# say.
+MOODS = """
 import os, signal, time
-from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import DecodeBenchConnector
 
-class OddConnector(DecodeBenchConnector):
+class Moody(DecodeBenchConnector):
     def build_connector_meta(self, scheduler_output):
         self.num_steps = getattr(self, "num_steps", 0) + 1
         if self.num_steps == 2:
@@ -35,23 +33,33 @@ class OddConnector(DecodeBenchConnector):
             if mood == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
         return super().build_connector_meta(scheduler_output)
+
+DecodeBenchConnector = Moody
 """
 
 
+def installed_connector() -> str:
+    """The source of the installed DecodeBenchConnector."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    home = Path(spec.submodule_search_locations[0], "distributed", "kv_transfer", "kv_connector", "v1")
+    return (home / "decode_bench_connector.py").read_text()
+
+
 def moody(mood: str) -> Scenario:
-    connector = {"name": "OddConnector", "extra": {"mood": mood}}
+    """A request that runs to its end if the connector is in the mood."""
+    connector = {"name": "DecodeBenchConnector", "extra": {"mood": mood}}
     return scenario([add("A", ("a", 40)), {"run": 10}], connector=connector)
 
 
 @pytest.fixture(scope="module")
-def odd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    """A target with a connector of one's own."""
-    folder = tmp_path_factory.mktemp("odd")
-    (folder / "odd_connector.py").write_text(ODD_CONNECTOR)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(folder))
-        with Target(connector="odd_connector:OddConnector", timeout_s=5.0) as target:
-            yield target
+def odd(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Iterator[Target]:
+    """A target whose connector has moods. Its host is the one that the session has anyway."""
+    file = tmp_path_factory.mktemp("odd") / "moody.py"
+    file.write_text(installed_connector() + MOODS)
+    with Target(connector=str(file), timeout_s=5.0) as odd:
+        yield odd
 
 
 def test_child_that_dies_again_and_one_that_hangs(odd: Target) -> None:
@@ -75,7 +83,7 @@ def test_child_killed_from_outside_costs_nothing_but_time(odd: Target) -> None:
     for _, history in odd.run_many([moody("fine")] * 30):
         histories.append(history)
         if len(histories) == 3:
-            os.kill(odd._child._process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+            os.kill(odd._child.pid, signal.SIGKILL)  # type: ignore[union-attr]
     assert odd.lost == 1
     assert len(histories) == 30
     assert all(history == histories[0] for history in histories)
@@ -91,59 +99,69 @@ def test_caller_that_loses_interest(odd: Target) -> None:
     assert odd.run(other)[1] != expected[1]
 
 
-def test_own_connector_is_what_runs(odd: Target) -> None:
-    """The scenario's name gives way; where a scenario has no connector, it stays without."""
-    with_one = scenario([add("A", ("a", 40)), {"step": 1}])
-    start, first = odd.run(with_one)[:2]
+def test_class_by_name_is_what_runs(target: Target) -> None:
+    """The scenario's name gives way to it; where a scenario has no connector, it stays without."""
+    name = "vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector:DecodeBenchConnector"
+    other = scenario([add("A", ("a", 40)), {"step": 1}], connector={"name": "ExampleConnector"})
+    without = scenario([add("A", ("a", 40)), {"step": 1}], connector=None)
+    with Target(connector=name) as own:
+        start, first = own.run(other)[:2]
+        assert own.effective(other) == scenario([add("A", ("a", 40)), {"step": 1}])
+        assert own.effective(without) == without
     assert isinstance(start, Start)
-    assert start.connector == "odd_connector:OddConnector"
+    assert start.connector == name
     assert isinstance(first, Scheduled)
     assert first.external == {"A": 39}
-    assert odd.effective(with_one) == moody_like(with_one)
-    without = scenario([add("A", ("a", 40)), {"step": 1}], connector=None)
-    assert odd.effective(without) == without
+    assert [entry.state for entry in first.written or []] == ["filled"]
 
 
-def moody_like(case: Scenario) -> Scenario:
-    assert case.connector is not None
-    return replace(case, connector=replace(case.connector, name="OddConnector"))
-
-
-def test_child_ends_when_its_pipe_closes() -> None:
-    """Whatever it is in the middle of: here it imports vLLM."""
-    requests_read, requests_write = os.pipe()
-    answers_read, answers_write = os.pipe()
-    command = [sys.executable, "-P", "-m", "diff_tests.vllm_target.child"]
-    command += ["--requests", str(requests_read), "--answers", str(answers_write)]
-    child = subprocess.Popen(
-        command,
-        env=_environment(Source("current", "current", None)),
-        pass_fds=(requests_read, answers_write),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
+    """Neither the host, nor a child in the middle of a case that never ends."""
+    script = """
+import sys
+from diff_tests.tests.test_target_child import moody
+from diff_tests.vllm_target.target import Target
+target = Target(connector=sys.argv[1])
+target.start()
+print(target._child.pid, target._child._host._process.pid, flush=True)
+target.run(moody("hang"))
+"""
+    file = tmp_path / "moody.py"
+    file.write_text(installed_connector() + MOODS)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script, str(file)],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        text=True,
     )
-    os.close(requests_read)
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    for pid in pids:
+        os.kill(pid, signal.SIGINT)  # Ctrl-C is for the parent
     time.sleep(1.0)
-    child.send_signal(signal.SIGINT)  # is for the parent
-    os.close(requests_write)
-    assert child.wait(timeout=30) == 0
-    os.close(answers_read)
-    os.close(answers_write)
+    assert all(_is_running(pid) for pid in pids)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 20
+    while any(_is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a process outlives its parent"
+        time.sleep(0.05)
+
+
+def _is_running(pid: int) -> bool:
+    """Whether there is such a process, and it is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 # ------------------------------------------------------------------------------------------------------- connector files
 
 
-def installed_connector() -> str:
-    """The source of the installed DecodeBenchConnector."""
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    home = Path(spec.submodule_search_locations[0], "distributed", "kv_transfer", "kv_connector", "v1")
-    return (home / "decode_bench_connector.py").read_text()
-
-
-def test_file_takes_the_place_of_the_installed_connector(tmp_path: Path) -> None:
+def test_file_takes_the_place_of_the_installed_connector(tmp_path: Path, target: Target) -> None:
     """A connector that announces one token too few; the fill is still judged by DecodeBench's contract."""
     source = installed_connector()
     changed = source.replace("num_uncomputed_tokens - 1)", "num_uncomputed_tokens - 2)")
@@ -166,13 +184,13 @@ def test_file_takes_the_place_of_the_installed_connector(tmp_path: Path) -> None
         ("class Nothing: pass\n", "must define one connector"),
     ],
 )
-def test_file_that_is_no_connector(tmp_path: Path, text: str, message: str) -> None:
+def test_file_that_is_no_connector(tmp_path: Path, target: Target, text: str, message: str) -> None:
     file = tmp_path / "candidate.py"
     file.write_text(text)
     with pytest.raises(TargetInputError, match=message):
         Target(connector=str(file)).start()
 
 
-def test_unregistered_connector() -> None:
+def test_unregistered_connector(target: Target) -> None:
     with pytest.raises(TargetInputError, match="DecodeBenchConnector"):
         Target(connector="NoSuchConnector").start()

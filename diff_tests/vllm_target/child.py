@@ -1,26 +1,21 @@
-"""The child process: imports vLLM once, then executes scenarios until its pipe closes.
+"""The child process: executes scenarios until its pipe closes. The host forks it, see there.
 
-Run as `python -m diff_tests.vllm_target.child --requests FD --answers FD ...`. Standard output and error belong to
-vLLM, which prints; frames go through pipes of our own.
+Standard output and error belong to vLLM, which prints; frames go through pipes of our own.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import logging
 import os
 import queue
-import signal
-import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 
-from diff_tests.vllm_target import wire
+from diff_tests.vllm_target import connectors, wire
 from diff_tests.vllm_target.releases import TargetInputError
+from diff_tests.vllm_target.server import Server
 from sim.history import Failure, Record
 from sim.scenario import Scenario
 
@@ -108,64 +103,25 @@ class Outbox:
             self._pulsed_case = self._case
 
 
-def main() -> None:
-    """Serves requests until the parent closes its end."""
-    # Ctrl-C is for the parent, which then closes our pipe.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--requests", type=int, required=True)
-    parser.add_argument("--answers", type=int, required=True)
-    parser.add_argument("--connector")
-    arguments = parser.parse_args()
-    inbox, outbox = Inbox(arguments.requests), Outbox(arguments.answers)
-    # A connector may lie where the user is; last, so that nothing there shadows vLLM.
-    sys.path.append(os.getcwd())
+def serve(requests_fd: int, answers_fd: int, version: str, connector: str | None) -> None:
+    """Puts the connector in place, then serves requests until the parent closes its end. vLLM is imported by now."""
+    inbox, outbox = Inbox(requests_fd), Outbox(answers_fd)
     try:
-        version, serve = _prepare(arguments, outbox)
+        server = Server(version, connectors.install(connector))
     except TargetInputError as error:
         outbox.send(wire.NotReady(bad_input=True, message=str(error)))
         return
-    except Exception as error:
-        outbox.send(wire.NotReady(bad_input=False, message=f"{type(error).__name__}: {error}"))
-        return
     outbox.send(wire.Ready(version))
+    answer = _Loop(server, outbox)
     while True:
-        serve(inbox.get())
-
-
-def _prepare(arguments: argparse.Namespace, outbox: Outbox) -> tuple[str, Callable[[wire.ToChild], None]]:
-    """Imports vLLM, puts the connector in place and builds what all cases share. Returns its version and the server."""
-    import torch
-
-    torch.set_num_threads(1)
-    import vllm
-
-    from diff_tests.vllm_target import configs, connectors
-    from diff_tests.vllm_target.server import Server
-
-    logging.disable(logging.CRITICAL)
-    connector = connectors.install(arguments.connector)
-    configs.warm_up()
-    server = Server(vllm.__version__, connector)
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    return vllm.__version__, _Loop(server.run, server.startup_pool, server.step_times, outbox)
+        answer(inbox.get())
 
 
 class _Loop:
     """Answers one message, and collects garbage now and then."""
 
-    def __init__(
-        self,
-        run: Callable[[Scenario, str, str | None, Callable[[Record], None]], None],
-        startup_pool: Callable[[Scenario], int],
-        step_times: Callable[[Scenario, int, int], list[float]],
-        outbox: Outbox,
-    ) -> None:
-        self._run = run
-        self._startup_pool = startup_pool
-        self._step_times = step_times
+    def __init__(self, server: Server, outbox: Outbox) -> None:
+        self._server = server
         self._outbox = outbox
         self._num_cases = 0
         self._num_blocks = 0
@@ -178,12 +134,12 @@ class _Loop:
         if isinstance(message, wire.RunCase):
             self._outbox.begin(message.case, message.flush)
             try:
-                self._run(scenario, message.judged_by, message.defect, self._outbox.add)
+                self._server.run(scenario, message.judged_by, message.defect, self._outbox.add)
             except Exception as error:  # a vLLM that cannot be read or driven; the next case may fare better
                 self._outbox.add(_unreadable(error))
             self._outbox.end()
         elif isinstance(message, wire.AskStepTimes):
-            seconds = self._step_times(scenario, message.num_warmup_steps, message.num_steps)
+            seconds = self._server.step_times(scenario, message.num_warmup_steps, message.num_steps)
             self._outbox.send(wire.StepTimes(message.case, seconds))
         else:
             self._outbox.send(self._pool(message.case, scenario))
@@ -191,7 +147,7 @@ class _Loop:
 
     def _pool(self, case: int, scenario: Scenario) -> wire.StartupPool:
         try:
-            return wire.StartupPool(case, self._startup_pool(scenario))
+            return wire.StartupPool(case, self._server.startup_pool(scenario))
         except Exception as error:
             return wire.StartupPool(case, 0, refusal=f"{type(error).__name__}: {error}")
 
@@ -208,7 +164,3 @@ def _unreadable(error: Exception) -> Failure:
     place = traceback.extract_tb(error.__traceback__)[-1]
     message = f"{error} ({Path(place.filename).name}, line {place.lineno})"
     return Failure(step=0, type=type(error).__name__, phase="child", message=message)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,14 +10,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import importlib
 import inspect
 import json
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import vllm.v1.engine.core as engine_core_module
 from msgspec.structs import replace
 from vllm.config import (
@@ -37,37 +38,16 @@ from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
-from diff_tests.vllm_target.backends import customized
 from diff_tests.vllm_target.releases import cache_root
-from sim.geometry import FULL_LIKE
-from sim.scenario import (
-    MLA,
-    RSWA,
-    AnyGroup,
-    ChunkedLocal,
-    Circular,
-    Cross,
-    Full,
-    Mamba,
-    Scenario,
-    SlidingWindow,
-)
+from diff_tests.vllm_target.specs import FP8, Unsupported, layer_names, layer_specs
+from sim.scenario import MLA, Mamba, Scenario
 
 # Where the planner lives: a module of its own since 0.33.
 try:
-    from vllm.v1.core import kv_cache_planning as planning  # type: ignore[import-not-found,unused-ignore]
-except ImportError:
+    planning: Any = importlib.import_module("vllm.v1.core.kv_cache_planning")
+except ModuleNotFoundError:
     planning = kv_cache_utils
 
-_TORCH_DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    # A worker stores fp8 as plain bytes; the quantisation mode says what they mean.
-    "fp8_e4m3": torch.uint8,
-    "fp8_e5m2": torch.uint8,
-}
-_FP8 = frozenset({"fp8_e4m3", "fp8_e5m2"})
 # More than any scenario asks for: positions are never the limit.
 _MAX_POSITIONS = 1 << 30
 _MODEL = {
@@ -91,10 +71,6 @@ _MODEL = {
 # a model declares that.
 _LAYER_OUTER = ["LBNHC", "LBHNC"]
 _BLOCK_OUTER = ["BLHNC"]
-
-
-class Unsupported(ValueError):
-    """The scenario asks for something that this vLLM's configuration cannot express."""
 
 
 @dataclasses.dataclass
@@ -202,8 +178,8 @@ class _Core:
 
 
 def _start_engine(vllm_config: VllmConfig, executor: _Executor) -> kv.KVCacheConfig:
-    core: Any = _Core(vllm_config, executor)
-    return _start(core, vllm_config)
+    config: kv.KVCacheConfig = _start(_Core(vllm_config, executor), vllm_config)
+    return config
 
 
 @contextmanager
@@ -256,17 +232,17 @@ def _model_folder() -> str:
     config = folder / "config.json"
     if not config.exists() or config.read_text() != text:
         # Children of several releases share the folder: none may read a half-written file.
-        partial = folder / f"config.json.{id(text)}"
+        partial = folder / f"config.json.{os.getpid()}"
         partial.write_text(text)
         partial.replace(config)
     return str(folder)
 
 
 @functools.cache
-def _base_model(dtype: str) -> ModelConfig:
+def _base_model(dtype: Any) -> ModelConfig:
     return ModelConfig(
         model=_model_folder(),
-        tokenizer=None,
+        tokenizer=None,  # type: ignore[arg-type]  # none is needed, and vLLM takes it
         skip_tokenizer_init=True,
         dtype=dtype,
         max_model_len=_MAX_POSITIONS,
@@ -302,8 +278,8 @@ class _Alike(NamedTuple):
     prefix_caching: bool
     chunked_prefill: bool
     async_scheduling: bool
-    policy: str
-    mamba_mode: str
+    policy: Any
+    mamba_mode: Any
     connector: str | None
     kv_events: bool
     num_speculative_tokens: int
@@ -313,7 +289,7 @@ class _Alike(NamedTuple):
         engine = scenario.engine
         if engine.speculative is not None and engine.speculative.method != "ngram":
             raise Unsupported(f"speculative method {engine.speculative.method!r} needs a draft model")
-        model_dtypes = [group.dtype for group in scenario.groups if group.dtype not in _FP8]
+        model_dtypes = [group.dtype for group in scenario.groups if group.dtype not in FP8]
         return cls(
             model_dtype=model_dtypes[0] if model_dtypes else "bfloat16",
             dcp=engine.dcp,
@@ -418,10 +394,10 @@ def _mamba_mode(scenario: Scenario) -> Any:
 
 
 def _cache_dtype(scenario: Scenario) -> Any:
-    formats = {group.dtype for group in scenario.groups if group.dtype in _FP8 and not isinstance(group, MLA)}
+    formats = {group.dtype for group in scenario.groups if group.dtype in FP8 and not isinstance(group, MLA)}
     if len(formats) > 1:
         raise Unsupported("one fp8 format per engine, except in MLA groups, which name their own")
-    formats = formats or {group.dtype for group in scenario.groups if group.dtype in _FP8}
+    formats = formats or {group.dtype for group in scenario.groups if group.dtype in FP8}
     return min(formats) if formats else "auto"
 
 
@@ -458,104 +434,3 @@ def _speculative_config(num_tokens: int, model_config: ModelConfig) -> Speculati
         target_model_config=model_config,
         target_parallel_config=ParallelConfig(),
     )
-
-
-# ------------------------------------------------------------------------------------------------------------- the specs
-
-
-def layer_names(scenario: Scenario) -> list[list[str]]:
-    """Layer names per group: `g0.l0`, `g0.l1`, ..."""
-    return [[f"g{g}.l{i}" for i in range(group.layers)] for g, group in enumerate(scenario.groups)]
-
-
-def layer_specs(scenario: Scenario) -> dict[str, kv.KVCacheSpec]:
-    """vLLM's KV cache spec of every layer, group by group."""
-    specs = [_spec(group, scenario) for group in scenario.groups]
-    specs = _pad_states(specs)
-    names = layer_names(scenario)
-    return {name: spec for spec, group_names in zip(specs, names, strict=True) for name in group_names}
-
-
-def _pad_states(specs: list[kv.KVCacheSpec]) -> list[kv.KVCacheSpec]:
-    """Pads Mamba states to the attention page where all attention pages are equal, as hybrid models are set up."""
-    pages = {spec.page_size_bytes for spec in specs if not isinstance(spec, kv.MambaSpec)}
-    if len(pages) != 1:
-        return specs
-    page = pages.pop()
-    return [
-        dataclasses.replace(spec, page_size_padded=page)
-        if isinstance(spec, kv.MambaSpec) and spec.page_size_bytes < page
-        else spec
-        for spec in specs
-    ]
-
-
-def _spec(group: AnyGroup, scenario: Scenario) -> kv.KVCacheSpec:
-    if isinstance(group, Mamba):
-        return _mamba_spec(group, scenario)
-    spec_class, extra = _ATTENTION_SPECS[type(group)]
-    fields: dict[str, Any] = {
-        "block_size": group.block,
-        "num_kv_heads": group.heads,
-        "head_size": group.head_size,
-        "dtype": _TORCH_DTYPES[group.dtype],
-        **extra(group),
-        **_dcp_fields(group, scenario, spec_class),
-        **_draft_fields(group, spec_class),
-    }
-    if group.dtype in _FP8:
-        fields["kv_quant_mode"] = kv.KVQuantMode.FP8_PER_TENSOR
-        if isinstance(group, MLA):
-            fields["cache_dtype_str"] = group.dtype
-    return customized(group, spec_class(**fields))
-
-
-_Extra = Callable[[Any], dict[str, Any]]
-_ATTENTION_SPECS: dict[type, tuple[Any, _Extra]] = {
-    Full: (kv.FullAttentionSpec, lambda group: {}),
-    MLA: (kv.MLAAttentionSpec, lambda group: {}),
-    SlidingWindow: (kv.SlidingWindowSpec, lambda group: {"sliding_window": group.window}),
-    RSWA: (kv.RSWASpec, lambda group: {"rswa_window": group.window}),
-    ChunkedLocal: (kv.ChunkedLocalAttentionSpec, lambda group: {"attention_chunk_size": group.chunk}),
-    Circular: (kv.CircularBufferSpec, lambda group: {}),
-    Cross: (kv.CrossAttentionSpec, lambda group: {}),
-}
-
-
-@functools.cache
-def _field_names(spec_class: type) -> frozenset[str]:
-    return frozenset(field.name for field in dataclasses.fields(spec_class))
-
-
-def _dcp_fields(group: AnyGroup, scenario: Scenario, spec_class: type) -> dict[str, Any]:
-    """Whether decode context parallelism shards the group, where the release's specs say so themselves."""
-    if "dcp_sharded" not in _field_names(spec_class):
-        if group.dcp_sharded is not None and scenario.engine.dcp > 1:
-            raise Unsupported("this release has no dcp_sharded flag on its KV cache specs")
-        return {}
-    if group.dcp_sharded is not None:
-        return {"dcp_sharded": group.dcp_sharded}
-    # Without DCP the flag has no meaning; the spec's own default keeps equal specs equal.
-    return {"dcp_sharded": isinstance(group, FULL_LIKE)} if scenario.engine.dcp > 1 else {}
-
-
-def _draft_fields(group: AnyGroup, spec_class: type) -> dict[str, Any]:
-    return {"is_draft": True} if group.draft and "is_draft" in _field_names(spec_class) else {}
-
-
-def _mamba_spec(group: Mamba, scenario: Scenario) -> kv.MambaSpec:
-    fields: dict[str, Any] = {
-        "block_size": group.block,
-        "shapes": ((group.heads, group.head_size),),
-        "dtypes": (_TORCH_DTYPES[group.dtype],),
-        "mamba_cache_mode": group.mode,
-        "num_speculative_blocks": group.speculative_blocks,
-        "num_prefill_checkpoint_blocks": group.checkpoint_blocks,
-        **_draft_fields(group, kv.MambaSpec),
-    }
-    if group.checkpoint_blocks and "prefill_checkpoint_alignment" in _field_names(kv.MambaSpec):
-        # A backend that can export a state anywhere.
-        fields["prefill_checkpoint_alignment"] = 1
-    if group.dcp_sharded is not None and "dcp_sharded" in _field_names(kv.MambaSpec):
-        fields["dcp_sharded"] = group.dcp_sharded
-    return kv.MambaSpec(**fields)

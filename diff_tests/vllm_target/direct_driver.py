@@ -22,6 +22,7 @@ from diff_tests.vllm_target import configs
 from diff_tests.vllm_target.defects import Defect
 from diff_tests.vllm_target.metadata import selections
 from diff_tests.vllm_target.recording import Emit, Recorder, Stop, Watch
+from diff_tests.vllm_target.specs import Unsupported, layer_names
 from diff_tests.vllm_target.worker import Worker
 from oracle.contracts import Contract
 from sim.history import Acted, GroupInfo, Refusal, Scheduled, Start, Tables
@@ -48,7 +49,7 @@ class DirectDriver:
     def __init__(self, scenario: Scenario, contract: Contract | None, defect: Defect | None, emit: Emit) -> None:
         """Raises whatever vLLM raises on the configuration."""
         if scenario.connector is None:
-            raise configs.Unsupported("the direct driver shows tables to a connector, and the scenario has none")
+            raise Unsupported("the direct driver shows tables to a connector, and the scenario has none")
         setup = configs.build(scenario)
         self._scenario = scenario
         self._setup = setup
@@ -81,7 +82,7 @@ class DirectDriver:
                 for group, cache_group, names in zip(
                     scenario.groups,
                     self._setup.scheduler_config.kv_cache_groups,
-                    configs.layer_names(scenario),
+                    layer_names(scenario),
                     strict=True,
                 )
             ],

@@ -61,4 +61,5 @@ class KVMemory:
 def _backing(view: torch.Tensor) -> torch.Tensor:
     """The flat bytes below a view."""
     storage = view.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=view.device).set_(storage, 0, (storage.nbytes(),))
+    flat = torch.empty(0, dtype=torch.uint8, device=view.device)
+    return flat.set_(storage, 0, (storage.nbytes(),), (1,))

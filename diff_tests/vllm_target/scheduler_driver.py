@@ -19,6 +19,7 @@ from diff_tests.vllm_target import configs
 from diff_tests.vllm_target.defects import Defect
 from diff_tests.vllm_target.metadata import selections
 from diff_tests.vllm_target.recording import Emit, Recorder, Stop, Watch
+from diff_tests.vllm_target.specs import Unsupported, layer_names
 from diff_tests.vllm_target.state import SEES, KeyNames, StateReader
 from diff_tests.vllm_target.worker import Worker
 from oracle.contracts import Contract
@@ -114,7 +115,7 @@ class SchedulerDriver:
             hash_block_size=self._engine.hash_block_size,
             groups=[
                 GroupInfo(kind=group.kind, block_size=manager.block_size, layers=names)
-                for group, manager, names in zip(scenario.groups, managers, configs.layer_names(scenario), strict=True)
+                for group, manager, names in zip(scenario.groups, managers, layer_names(scenario), strict=True)
             ],
             sees=SEES,
             written=self._worker.written_at_start if self._worker else None,
@@ -143,7 +144,7 @@ class SchedulerDriver:
             elif isinstance(step, ResetPrefixCache):
                 self._reset_prefix_cache(step.running)
             else:
-                self._out.fail("action", configs.Unsupported(f"no connector here takes {type(step).__name__} steps"))
+                self._out.fail("action", Unsupported(f"no connector here takes {type(step).__name__} steps"))
 
     def timed_steps(self, num_steps: int) -> list[float]:
         """Adds all requests, then runs steps; seconds that the scheduler took for each."""

@@ -6,16 +6,6 @@ at once: dying again is a finding about the case, else the case counts as lost o
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import hashlib
-import os
-import select
-import signal
-import subprocess
-import sys
-import tempfile
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -24,16 +14,9 @@ from types import TracebackType
 
 from diff_tests.vllm_target import connectors, wire
 from diff_tests.vllm_target.defects import DEFECTS
-from diff_tests.vllm_target.releases import (
-    Source,
-    TargetInputError,
-    TargetStartError,
-    base_version,
-    cache_root,
-    installed_version,
-    resolve,
-)
-from sim.history import Failure, History
+from diff_tests.vllm_target.processes import Child, Died
+from diff_tests.vllm_target.releases import Source, TargetInputError, TargetStartError, base_version, resolve
+from sim.history import History
 from sim.releases import NEWEST, RELEASES, Rules, rules_of
 from sim.scenario import Scenario
 
@@ -41,10 +24,6 @@ __all__ = ["Target", "TargetInfo", "TargetInputError", "TargetStartError"]
 
 # Scenarios handed over ahead of the one whose history is being read: the child never waits for us.
 _PIPELINE_DEPTH = 8
-# Importing vLLM takes seconds, its first look at a model architecture up to half a minute.
-_START_TIMEOUT_S = 300.0
-_PIPE_BYTES = 1 << 20
-_READ_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -59,20 +38,13 @@ class TargetInfo:
     connector: str | None
 
 
-class _Died(Exception):
-    """The child is gone, or does not answer. `failure` ends the history that it had sent so far."""
-
-    def __init__(self, partial: History, failure: Failure, hangs: bool) -> None:
-        self.history = [*partial, failure]
-        self.hangs = hangs
-
-
 class Target:
     """One vLLM with one connector, ready to run scenarios.
 
-    vllm: `current`, a release, or a path. connector: a registered name, `module:Class` or a `.py` file; None leaves each
-    scenario's own. defect: one of `defects.DEFECTS`, planted in every engine from now on. timeout_s: for one scenario. as_release: the
-    release whose rules judge a target that is none itself. Raises TargetInputError on any of them being wrong.
+    vllm: `current`, a release, or a path. connector: a registered name, `module:Class` or a `.py` file; None leaves
+    each scenario's own. defect: one of `defects.DEFECTS`, planted in every engine from now on. timeout_s: for one
+    scenario. as_release: the release whose rules judge a target that is none itself. lost: cases that a child took with
+    it when it died, and that went well in the next. Raises TargetInputError where one of them is wrong.
     """
 
     def __init__(
@@ -97,7 +69,7 @@ class Target:
         self._timeout_s = timeout_s
         self._as_release = as_release
         self._source: Source | None = None
-        self._child: _Child | None = None
+        self._child: Child | None = None
         self._info: TargetInfo | None = None
         self._next_case = 0
 
@@ -113,7 +85,7 @@ class Target:
         if self._child is None:
             if self._source is None:
                 self._source = resolve(self.vllm)
-            self._child = _Child(self._source, self._connector)
+            self._child = Child(self._source, self._connector)
             version = self._child.version
             known = self._source.kind != "path" and base_version(version) in RELEASES
             self._info = TargetInfo(self.vllm, version, self._rules(version), known, self._connector)
@@ -130,6 +102,11 @@ class Target:
         if self._child is not None:
             self._child.close()
             self._child = None
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process ID; None while there is no child."""
+        return self._child.pid if self._child is not None else None
 
     def effective(self, scenario: Scenario) -> Scenario:
         """The scenario as the target runs it: with the connector under test in place of its own. To be judged."""
@@ -187,9 +164,9 @@ class Target:
         self._child.send(question(case))
         try:
             return self._child.answer(case, self._timeout_s)
-        except _Died as death:
+        except Died as death:
             self._drop_child()
-            raise TargetStartError(death.history[-1].message) from None  # type: ignore[union-attr]
+            raise TargetStartError(death.failure.message) from None
 
     # -- results, and what to do without -------------------------------------------------------------------------------
 
@@ -199,7 +176,7 @@ class Target:
         case, scenario = ahead[0]
         try:
             return self._child.history(case, self._timeout_s)
-        except _Died as death:
+        except Died as death:
             history = death.history
             if not death.hangs:
                 history = self._once_more(case, scenario)
@@ -216,7 +193,7 @@ class Target:
         assert self._child is not None
         try:
             history = self._child.history(case, self._timeout_s)
-        except _Died as death:
+        except Died as death:
             self._restart()
             return death.history
         self.lost += 1
@@ -253,189 +230,3 @@ def _take(source: Iterator[Scenario], count: int) -> Iterator[Scenario]:
             yield next(source)
         except StopIteration:
             return
-
-
-# ------------------------------------------------------------------------------------------------------------- the child
-
-
-class _Child:
-    """A running child process and the pipes to it."""
-
-    def __init__(self, source: Source, connector: str | None) -> None:
-        """Returns when vLLM is imported. Raises TargetInputError or TargetStartError."""
-        requests_read, self._requests = os.pipe()
-        self._answers, answers_write = os.pipe()
-        for fd in (self._requests, self._answers):
-            with contextlib.suppress(OSError):  # a larger pipe only saves switches between us
-                fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        command = [sys.executable, "-P", "-m", "diff_tests.vllm_target.child"]
-        command += ["--requests", str(requests_read), "--answers", str(answers_write)]
-        command += ["--connector", connector] if connector else []
-        # What vLLM prints; only its last lines matter, and only if it dies.
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
-        try:
-            self._process = subprocess.Popen(
-                command,
-                env=_environment(source),
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=subprocess.STDOUT,
-                pass_fds=(requests_read, answers_write),
-                start_new_session=True,  # Ctrl-C in a terminal reaches us, not the child
-            )
-        finally:
-            os.close(requests_read)
-            os.close(answers_write)
-        self._buffer = bytearray()
-        self.version = self._wait_until_ready()
-
-    def _wait_until_ready(self) -> str:
-        try:
-            message = self._next_message(time.monotonic() + _START_TIMEOUT_S)
-        except BaseException as error:
-            why = self._how_it_ended() if isinstance(error, _Closed) else f"no answer in {_START_TIMEOUT_S:g} seconds"
-            self.kill()
-            if isinstance(error, (_Silence, _Closed)):
-                raise TargetStartError(f"vLLM could not be started: {why}\n{self._last_lines()}") from None
-            raise
-        if isinstance(message, wire.NotReady):
-            self.kill()
-            if message.bad_input:
-                raise TargetInputError(message.message)
-            raise TargetStartError(f"vLLM could not be started: {message.message}")
-        assert isinstance(message, wire.Ready)
-        return message.version
-
-    def send(self, message: wire.ToChild) -> None:
-        """Hands a message over. A child that is gone shows when its answer is read."""
-        data = memoryview(wire.frame(message))
-        with contextlib.suppress(BrokenPipeError):
-            while data:
-                data = data[os.write(self._requests, data) :]
-
-    def history(self, case: int, timeout_s: float) -> History:
-        """The whole history of a case. Raises _Died with what there is of it."""
-        history: History = []
-        deadline = time.monotonic() + timeout_s
-        try:
-            while True:
-                message = self._next_message(deadline)
-                if not isinstance(message, wire.Records) or message.case != case:
-                    deadline = time.monotonic() + timeout_s  # an earlier case, whose caller lost interest
-                    continue
-                history += message.records
-                if message.last:
-                    return history
-        except (_Silence, _Closed) as end:
-            raise self._died(history, end, timeout_s) from None
-
-    def answer(self, case: int, timeout_s: float) -> wire.ToParent:
-        """The single answer to a case. Raises _Died."""
-        deadline = time.monotonic() + timeout_s
-        try:
-            while True:
-                message = self._next_message(deadline)
-                if getattr(message, "case", None) == case:
-                    return message
-        except (_Silence, _Closed) as end:
-            raise self._died([], end, timeout_s) from None
-
-    def _died(self, partial: History, end: Exception, timeout_s: float) -> _Died:
-        step = getattr(partial[-1], "step", 0) if partial else 0
-        hangs = isinstance(end, _Silence)
-        if hangs:
-            return _Died(
-                partial,
-                Failure(step=step, type="Hang", phase="child", message=f"no end after {timeout_s:g} seconds"),
-                hangs,
-            )
-        return _Died(partial, Failure(step=step, type="ChildDied", phase="child", message=self._how_it_ended()), hangs)
-
-    def _next_message(self, deadline: float) -> wire.ToParent:
-        header = self._read(wire.HEADER_BYTES, deadline)
-        return wire.decode_to_parent(self._read(wire.body_length(header), deadline))
-
-    def _read(self, num_bytes: int, deadline: float) -> bytes:
-        buffer = self._buffer
-        while len(buffer) < num_bytes:
-            ready, _, _ = select.select([self._answers], [], [], max(deadline - time.monotonic(), 0))
-            if not ready:
-                raise _Silence
-            part = os.read(self._answers, _READ_BYTES)
-            if not part:
-                raise _Closed
-            buffer += part
-        taken = bytes(buffer[:num_bytes])
-        del buffer[:num_bytes]
-        return taken
-
-    def _how_it_ended(self) -> str:
-        try:
-            code = self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            return "closed its pipe"
-        if code < 0:
-            return f"killed by signal {-code}"
-        return f"exit code {code}: {self._last_lines(1)}"
-
-    def _last_lines(self, count: int = 5) -> str:
-        self._output.seek(0, os.SEEK_END)
-        self._output.seek(max(self._output.tell() - 4096, 0))
-        lines = self._output.read().decode(errors="replace").splitlines()
-        return "\n".join([line for line in lines if line.strip()][-count:])
-
-    def close(self) -> None:
-        """Lets the child end by itself: it does when its pipe closes."""
-        os.close(self._requests)
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._kill_group()
-        os.close(self._answers)
-        self._output.close()
-
-    def kill(self) -> None:
-        """Ends the child at once, with whatever it has started."""
-        self._kill_group()
-        self._process.wait()
-        os.close(self._requests)
-        os.close(self._answers)
-
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-
-class _Silence(Exception):
-    """Nothing came in time."""
-
-
-class _Closed(Exception):
-    """The other end of the pipe is gone."""
-
-
-def _environment(source: Source) -> dict[str, str]:
-    """The child's environment: the chosen vLLM first, ourselves next; quiet, offline, deterministic, one thread."""
-    here = Path(__file__).resolve().parents[2]
-    paths = [str(source.folder)] if source.folder else []
-    paths += [str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "PYTHONHASHSEED": "0",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        # What vLLM remembers of model architectures. Releases that shared a folder would evict each other's entries.
-        "VLLM_CACHE_ROOT": str(cache_root() / "state" / _state_name(source)),
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-    }
-
-
-def _state_name(source: Source) -> str:
-    if source.kind == "release":
-        return source.name
-    if source.kind == "current":
-        return f"current-{installed_version()}"
-    return hashlib.sha256(str(source.folder).encode()).hexdigest()[:16]

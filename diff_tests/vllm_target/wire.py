@@ -1,4 +1,4 @@
-"""Frames between parent and child: a length (4 bytes, big endian), then one MessagePack value of a tagged struct."""
+"""Frames between us, the host and its children: a length (4 bytes, big endian), then one tagged struct in MessagePack."""
 
 from __future__ import annotations
 
@@ -91,17 +91,48 @@ class CpuTime(Struct, tag="cpu"):
     seconds: float
 
 
+class Fork(Struct, tag="fork"):
+    """To the host: fork a child with this connector. The two ends of its pipes come along."""
+
+    connector: str | None
+
+
+class Forked(Struct, tag="forked"):
+    """The child's process ID."""
+
+    pid: int
+
+
+class AskEnd(Struct, tag="ask_end"):
+    """To the host: how did this child end?"""
+
+    pid: int
+
+
+class Ended(Struct, tag="ended"):
+    """Exit code, or minus the signal; None if it has not ended."""
+
+    code: int | None
+
+
 ToChild = RunCase | AskStartupPool | AskStepTimes | AskCpuTime
 ToParent = Ready | NotReady | Records | StartupPool | StepTimes | CpuTime
 
-encode: Callable[[ToChild | ToParent], bytes] = msgspec.msgpack.Encoder().encode
+ToHost = Fork | AskEnd
+FromHost = Ready | NotReady | Forked | Ended
+
+encode: Callable[[ToChild | ToParent | ToHost | FromHost], bytes] = msgspec.msgpack.Encoder().encode
 _to_child = msgspec.msgpack.Decoder(ToChild)
 _to_parent = msgspec.msgpack.Decoder(ToParent)
+_to_host = msgspec.msgpack.Decoder(ToHost)
+_from_host = msgspec.msgpack.Decoder(FromHost)
 decode_to_child: Callable[[bytes], ToChild] = _to_child.decode
 decode_to_parent: Callable[[bytes], ToParent] = _to_parent.decode
+decode_to_host: Callable[[bytes], ToHost] = _to_host.decode
+decode_from_host: Callable[[bytes], FromHost] = _from_host.decode
 
 
-def frame(message: ToChild | ToParent) -> bytes:
+def frame(message: ToChild | ToParent | ToHost | FromHost) -> bytes:
     """A message as bytes on the wire."""
     body = encode(message)
     return _LENGTH.pack(len(body)) + body
