@@ -128,7 +128,7 @@ class Campaign:
         self._pending: deque[tuple[int, bool]] = deque()
         self._first_run: History = []
         self._sample: list[tuple[int, Scenario, History]] = []
-        self._stopped = False
+        self._lost_before = target.lost
 
     def run(self, on_progress: Callable[[Summary], None] = lambda summary: None) -> Summary:
         """Runs to the bound, or until Ctrl-C, then reduces one case of each fault."""
@@ -142,8 +142,9 @@ class Campaign:
             self._reduce_faults()
         except KeyboardInterrupt:
             self.summary.interrupted = True
-        self.summary.lost = self.target.lost
-        self._write_summary()
+        finally:
+            self.summary.lost = self.target.lost - self._lost_before
+            self._write_summary()
         return self.summary
 
     # -- cases ---------------------------------------------------------------------------------------------------------

@@ -222,7 +222,11 @@ def fuzz(
         seconds=seconds,
     )
     with _Started(vllm, connector, as_release) as (target, info), _Progress(cases, seconds) as progress:
-        summary = Campaign(plan, target, info).run(progress)
+        try:
+            summary = _target_errors(lambda: Campaign(plan, target, info).run(progress))
+        except click.ClickException as error:
+            error.message += f"; what was found until then is in {folder}"
+            raise
     if as_json:
         _print_json(summary.document())
     else:

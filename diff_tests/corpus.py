@@ -100,8 +100,16 @@ def find_cases(paths: Sequence[Path]) -> list[CorpusCase]:
     cases: list[CorpusCase] = []
     for path in paths:
         files = sorted([*path.rglob("*.yaml"), *path.rglob("case-*.json")]) if path.is_dir() else [path]
-        cases += [_load_any(file) for file in files]
+        cases += [_load_named(file) for file in files]
     return cases
+
+
+def _load_named(path: Path) -> CorpusCase:
+    """A case; an error names its file, since it may be one of many."""
+    try:
+        return _load_any(path)
+    except ScenarioError as error:
+        raise ScenarioError(error.path, f"{error.reason} (in {path.name})") from None
 
 
 def _load_any(path: Path) -> CorpusCase:

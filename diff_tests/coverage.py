@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from sim.geometry import effective_block_size
 from sim.history import Acted, CachedKey, Failure, History, Refusal, Scheduled, Tables, Updated
 from sim.releases import Rules
-from sim.scenario import Add, AnyGroup, Direct, Mamba, Scenario
+from sim.scenario import Add, AnyGroup, Direct, Scenario
 
 KINDS = ("full", "mla", "sliding_window", "circular", "mamba")
 
@@ -176,8 +176,9 @@ class _HistoryCounter:
         if tables is None:
             return
         for (group, size), table in zip(self.groups, tables, strict=True):
-            if not isinstance(group, Mamba) and any(table[: num_local // size]):  # floor: whole blocks of the hit
-                self.counts[f"local hit: {group.kind}"] += 1
+            behaviour = f"local hit: {group.kind}"
+            if behaviour in self.counts and any(table[: num_local // size]):  # floor: whole blocks of the hit
+                self.counts[behaviour] += 1
 
     def _count_evictions(self, keys: list[CachedKey] | None) -> None:
         """A key that is gone after scheduling: its free block was taken for something else."""

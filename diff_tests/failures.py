@@ -31,7 +31,7 @@ class SavedFailure(Struct, kw_only=True, omit_defaults=True):
     reduced_findings what it shows. Histories are left out of all but the first failures of a fault.
     """
 
-    kvoracle_failure: int = VERSION
+    kvoracle_failure: int
     vllm: str
     release: str
     connector: str | None = None
@@ -63,6 +63,7 @@ def saved_findings(outcome: Outcome) -> list[SavedFinding]:
 def failure_of(outcome: Outcome, *, vllm: str, release: str, connector: str | None, seed: int, case: int) -> SavedFailure:
     """The failure to save for an outcome."""
     return SavedFailure(
+        kvoracle_failure=VERSION,
         vllm=vllm,
         release=release,
         connector=connector,
