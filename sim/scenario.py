@@ -453,11 +453,18 @@ def plain(scenario: Scenario) -> dict[str, Any]:
         raw["about"] = scenario.about
     if scenario.driver != "scheduler":
         raw["driver"] = scenario.driver
-    raw["engine"] = msgspec.to_builtins(scenario.engine)
-    raw["connector"] = msgspec.to_builtins(scenario.connector)
-    raw["groups"] = [msgspec.to_builtins(group) for group in scenario.groups]
+    raw["engine"] = _changed(scenario.engine)
+    raw["connector"] = _changed(scenario.connector) if scenario.connector is not None else None
+    raw["groups"] = [_changed(group) for group in scenario.groups]
     raw["steps"] = [_plain_step(step) for step in scenario.steps]
     return raw
+
+
+def _changed(value: Struct) -> dict[str, Any]:
+    """A value as plain data without what equals its default. msgspec leaves out the very same object only."""
+    defaults = {field.name: field.default for field in msgspec.structs.fields(type(value))}
+    raw: dict[str, Any] = msgspec.to_builtins(value)
+    return {key: item for key, item in raw.items() if key not in defaults or item != defaults[key]}
 
 
 def _plain_step(step: AnyStep) -> dict[str, Any]:

@@ -143,5 +143,4 @@ def test_the_reduced_prefix_case_of_0_29_is_tiny(tmp_path: Path) -> None:
     small = load_scenario(prefix.reduced_path)
     assert len(small.groups) == 1
     assert small.engine.blocks <= 6
-    if small.driver == "scheduler":
-        assert sum(isinstance(step, Add) for step in small.steps) == 2
+    assert sum(isinstance(step, Add) for step in small.steps) == 2
