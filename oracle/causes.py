@@ -63,7 +63,7 @@ def _selection_cause(asked: Asked, expected: Sequence[int], chosen: Sequence[int
     if not got or not wanted:
         return Cause("extra_block", got) if got else Cause("missing_block", wanted)
     for size in asked.other_sizes:
-        if chosen in (_slice(asked, size), _count(asked, size, wanted[0])):
+        if chosen == _slice(asked, size):
             words = f", as with blocks of {size} tokens instead of {asked.block_size}"
             return Cause("wrong_block_size", sorted(set(got) ^ set(wanted)), words)
     if got != [position for block, position in place.items() if got[0] <= position <= got[-1]]:
@@ -84,12 +84,6 @@ def _slice(asked: Asked, size: int) -> list[int]:
     """What a connector would choose that takes blocks for `size` tokens long."""
     entries = asked.table[asked.start // size : -(-asked.end // size)]  # from the first token's block, rounds up
     return [block for block in entries if block != NULL]
-
-
-def _count(asked: Asked, size: int, first: int) -> list[int]:
-    """What a connector would choose that begins at the right place, but counts blocks of `size` tokens."""
-    num_blocks = -(-(asked.end - asked.start) // size)  # rounds up
-    return [block for block in asked.table[first : first + num_blocks] if block != NULL]
 
 
 def _shifted(got: Sequence[int], wanted: Sequence[int]) -> Cause:

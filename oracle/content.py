@@ -19,7 +19,7 @@ from oracle.selection import NULL
 from sim.geometry import effective_block_size
 from sim.history import Acted, CachedKey, Failure, Record, Refusal, Scheduled, Start, Table, Tables, Updated
 from sim.releases import Rules
-from sim.scenario import Add, AnyGroup, ChunkedLocal, Circular, Direct, Mamba, Scenario, SlidingWindow
+from sim.scenario import Add, AnyGroup, ChunkedLocal, Circular, Direct, Mamba, Run, Scenario, SlidingWindow
 
 _ENDLESS = 1 << 40
 
@@ -182,8 +182,15 @@ class Replay:
         )
         self._keys: set[tuple[int, int, int, int]] = set()
         self._lives: dict[str, deque[int]] = {}
-        for index, add in enumerate(step for step in scenario.steps if isinstance(step, (Add, Direct))):
-            self._lives.setdefault(add.id, deque()).append(index)
+        self._num_adds_by_run: list[int] = []
+        self._num_runs = 0
+        num_adds = 0
+        for step in scenario.steps:
+            if isinstance(step, (Add, Direct)):
+                self._lives.setdefault(step.id, deque()).append(num_adds)
+                num_adds += 1
+            elif isinstance(step, Run):
+                self._num_adds_by_run.append(num_adds)
 
     def advance(self, record: Record) -> None:
         """Takes in one record."""
@@ -200,9 +207,15 @@ class Replay:
             if isinstance(record, Updated):
                 for request in record.finished:
                     self._end_life(request)
-            elif isinstance(record, Acted) and record.action == "abort" and record.result == "done":
-                self._end_life(record.request or "")
+            elif isinstance(record, Acted):
+                self._acted(record)
         self._take_state(record)
+
+    def _acted(self, record: Acted) -> None:
+        if record.action == "abort" and record.result == "done":
+            self._end_life(record.request or "")
+        elif record.action == "run":
+            self._num_runs += 1
 
     def _scheduled(self, record: Scheduled) -> None:
         """One step in the worker's order: zero, copy, (fill,) forward. Tables come before, since they say who writes."""
@@ -242,8 +255,9 @@ class Replay:
             lives.popleft()
 
     def unfinished(self) -> list[str]:
-        """IDs of requests that have neither finished nor been aborted."""
-        return [request for request, lives in self._lives.items() if lives]
+        """IDs of requests that had come before the last `run` ended and have neither finished nor been aborted."""
+        num_adds = self._num_adds_by_run[self._num_runs - 1] if self._num_runs else 0
+        return [request for request, lives in self._lives.items() if lives and lives[0] < num_adds]
 
     # -- tables --------------------------------------------------------------------------------------------------------
 
@@ -317,10 +331,8 @@ class Replay:
             entry = Entry(stay, index, position, block)
             if position < num_hits:
                 self.hits.append((entry, contents[block]))
-                if (position + 1) * group.block_size > stay.num_local:
-                    contents[block] = Content(stay, index, position)  # the rest of it will be written by this stay
-            else:
-                self.fresh.append(entry)
+            if (position + 1) * group.block_size > stay.num_local or position >= num_hits:
+                self.fresh.append(entry)  # a block that local tokens only begin is written on by this stay
                 contents[block] = Content(stay, index, position)
 
     def _find_overwritten(self, record: Scheduled) -> None:

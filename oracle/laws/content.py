@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oracle.content import Content, Entry
+from oracle.content import Content, Entry, Replay
 from oracle.findings import Kind, token_range
 from oracle.laws.trial import Trial, law
 from sim.history import Scheduled
@@ -19,8 +19,8 @@ def check_writers(trial: Trial, record: Scheduled) -> None:
     same step: what they find there is judged by law 3."""
     replay = trial.replay
     for entry in replay.fresh:
-        num_holders = replay.num_holders[entry.block]
-        if num_holders != 1 and num_holders != 1 + sum(hit.block == entry.block for hit, _ in replay.hits):
+        num_others = replay.num_holders[entry.block] - 1
+        if num_others and num_others != _num_readers(replay, entry):
             others = [h for h in replay.holders(entry.block) if h != (entry.stay.request, entry.group, entry.position)]
             where = "; ".join(f"request {r}, group {g}, position {p}" for r, g, p in others)
             message = f"position {entry.position}: block {entry.block} is to be written, but is also held by {where}"
@@ -30,6 +30,11 @@ def check_writers(trial: Trial, record: Scheduled) -> None:
         trial.report(
             "allocation", 2, "no_slot", message, request=stay.request, expected=start + num_tokens, observed=stay.room
         )
+
+
+def _num_readers(replay: Replay, written: Entry) -> int:
+    """Entries of other requests that name the block for its content since this step."""
+    return sum(hit.block == written.block and hit.stay is not written.stay for hit, _ in replay.hits)
 
 
 @law(
