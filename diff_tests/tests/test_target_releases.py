@@ -150,3 +150,17 @@ def test_connector_file_that_does_not_parse(tmp_path: Path) -> None:
 def test_connector_file_that_is_missing(tmp_path: Path) -> None:
     with pytest.raises(TargetInputError, match="No such file"):
         Target(connector=str(tmp_path / "missing.py"))
+
+
+def test_vllm_that_does_not_import(tmp_path: Path) -> None:
+    folder = _make_package(tmp_path / "checkout")
+    (folder / "vllm" / "__init__.py").write_text("raise RuntimeError('half a checkout')\n")
+    with pytest.raises(TargetStartError, match="RuntimeError: half a checkout"):
+        Target(str(folder)).start()
+
+
+def test_host_that_dies_while_importing(tmp_path: Path) -> None:
+    folder = _make_package(tmp_path / "checkout")
+    (folder / "vllm" / "__init__.py").write_text("import os\nprint('last words', flush=True)\nos.kill(os.getpid(), 9)\n")
+    with pytest.raises(TargetStartError, match="last words"):
+        Target(str(folder)).start()

@@ -260,18 +260,28 @@ class SchedulerDriver:
         )
 
     def _sample(self, output: Any) -> ModelRunnerOutput:
-        """The model's answer: one token for each request whose tokens are all computed now."""
+        """The model's answer: one token for each request whose prompt is through."""
         request_ids = list(output.num_scheduled_tokens)
-        sampled = []
+        sampled: list[list[int]] = []
         for request_id in request_ids:
             request = self._requests[request_id]
-            # A request with outputs still in flight continues after them.
-            is_through = request.num_computed_tokens >= request.num_tokens
-            sampled.append([self._tokens.output(request_id, request.num_output_tokens)] if is_through else [])
+            if request.is_prefill_chunk:
+                sampled.append([])
+            else:
+                index = request.num_output_tokens + self._num_tokens_in_flight(request_id)
+                sampled.append([self._tokens.output(request_id, index)])
         return ModelRunnerOutput(
             req_ids=request_ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
             sampled_token_ids=sampled,
+        )
+
+    def _num_tokens_in_flight(self, request_id: str) -> int:
+        """Tokens sampled for a request that the scheduler has not been told of."""
+        return sum(
+            len(sampled.sampled_token_ids[sampled.req_id_to_index[request_id]])
+            for _, sampled in self._in_flight
+            if request_id in sampled.req_id_to_index
         )
 
     def _update(self) -> None:
