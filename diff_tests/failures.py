@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
-from oracle.findings import Finding
 
 from diff_tests.run import Outcome
+from oracle.findings import Finding
 from sim.history import Record
 from sim.scenario import Scenario, ScenarioError, parse, plain
 

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from oracle.values import ELEMENT_BYTES
 from sim.geometry import effective_block_size
+from sim.refusals import refusal
 from sim.releases import Rules
 from sim.scenario import (
     MLA,
@@ -131,6 +132,7 @@ FEATURES: dict[str, Feature] = {
     "retention_interval": Feature(0.2),
     "tight_pool": Feature(0.6),
     "pool_below_smallest": Feature(0.04),
+    "refused": Feature(0.02),
     "roomy_length": Feature(0.2),
     "layers": Feature(0.4),
     "kernel_blocks": Feature(0.2),
@@ -261,7 +263,8 @@ def generate(chooser: Chooser, rules: Rules, features: Collection[str] = tuple(F
         groups=draft.groups,
         steps=(),
     )
-    return _direct_scenario(draft, scenario) if "direct" in on else _scheduler_scenario(draft, scenario)
+    scenario = _direct_scenario(draft, scenario) if "direct" in on else _scheduler_scenario(draft, scenario)
+    return _refused(draft, scenario) if "refused" in on else scenario
 
 
 # ------------------------------------------------------------------------------------------------------ groups and engine
@@ -418,6 +421,30 @@ def _with_pool(draft: _Draft, scenario: Scenario, num_working_blocks: int) -> Sc
 
 def _with_engine(scenario: Scenario, **settings: Any) -> Scenario:
     return replace(scenario, engine=replace(scenario.engine, **settings))
+
+
+# -------------------------------------------------------------------------------------------------------------- refusals
+
+
+def _refused(draft: _Draft, scenario: Scenario) -> Scenario:
+    """The scenario with one setting that its release refuses, if there is one."""
+    engine = scenario.engine
+    scheduler_block_size = math.lcm(*(effective_block_size(g, draft.dcp, draft.rules) for g in scenario.groups))
+    changes: tuple[dict[str, Any], ...] = (
+        {"chunked_prefill": False, "max_num_batched_tokens": max(1, engine.max_model_len - 1), "max_num_seqs": 1},
+        {"max_num_batched_tokens": 3, "max_num_seqs": 4, "chunked_prefill": True},
+        {"long_prefill_token_threshold": engine.max_model_len + 1},
+        {"retention_interval": scheduler_block_size + 1},
+        {"prefix_match_unit": scheduler_block_size + 1},
+        {"dcp": 2},
+        {"prefix_caching": True},
+    )
+    candidates = [candidate for change in changes if _is_refused(candidate := _with_engine(scenario, **change), draft)]
+    return draft.chooser.one_of(candidates) if candidates else scenario
+
+
+def _is_refused(scenario: Scenario, draft: _Draft) -> bool:
+    return refusal(scenario, draft.rules) is not None
 
 
 # -------------------------------------------------------------------------------------------------------------- requests

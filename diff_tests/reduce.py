@@ -77,7 +77,10 @@ class _Search:
         except ScenarioError:
             return False
         self.tried.add(key)
-        return self.still_fails(candidate)
+        try:
+            return self.still_fails(candidate)
+        except ScenarioError:  # valid, but not for the model
+            return False
 
     def improve(self, propose: Pass) -> bool:
         """Takes the first proposal that still fails, again and again. Returns whether there was one."""

@@ -1,12 +1,95 @@
-"""What a release refuses by design, before anything runs."""
+"""What a release refuses by design, before anything runs: configurations that contradict themselves or each other.
+
+Only the type of vLLM's exception is a prediction; the words are ours.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from sim.geometry import FULL_LIKE, block_sizes, effective_block_size, is_prefix_cacheable
 from sim.history import Refusal
 from sim.releases import Rules
-from sim.scenario import Scenario
+from sim.scenario import RSWA, Mamba, Scenario, SlidingWindow
 
 
 def refusal(scenario: Scenario, rules: Rules) -> Refusal | None:
     """The refusal that vLLM answers the scenario's configuration with, or None if it accepts it."""
-    return None
+    return next(_refusals(scenario, rules), None)
+
+
+def _refusals(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
+    """In the order in which vLLM checks: settings, block sizes, groups, groups together."""
+    yield from _settings(scenario)
+    yield from _match_unit(scenario, rules)
+    yield from _context_parallel_windows(scenario, rules)
+    yield from _retention(scenario, rules)
+    yield from _prefix_caching(scenario, rules)
+
+
+def _settings(scenario: Scenario) -> Iterator[Refusal]:
+    """Limits in tokens that contradict each other."""
+    engine = scenario.engine
+    budget = engine.max_num_batched_tokens
+    if not engine.chunked_prefill and budget < engine.max_model_len:
+        yield Refusal(type="ValidationError", message="without chunks a whole prompt must fit the token budget")
+    if budget < engine.max_num_seqs:
+        yield Refusal(type="ValidationError", message="the token budget is below one token per sequence")
+    if engine.long_prefill_token_threshold > engine.max_model_len:
+        yield Refusal(type="ValidationError", message="the long-prefill threshold is above the maximum length")
+
+
+def _match_unit(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
+    """A hash block size of its own must divide the cacheable groups' blocks."""
+    unit = scenario.engine.prefix_match_unit
+    if unit is None or not (scenario.engine.prefix_caching or scenario.connector is not None):
+        return
+    sizes = _cacheable_sizes(scenario, rules)
+    if len(scenario.groups) == 1:
+        if rules.lone_group_refuses_prefix_match_unit and unit != sizes[0]:
+            yield Refusal(type="ValueError", message="one group is matched in its own blocks")
+    elif any(size % unit for size in sizes) and not _has_plain_mamba(scenario):
+        yield Refusal(type="ValueError", message="the prefix match unit does not divide every block size")
+
+
+def _context_parallel_windows(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
+    """Before specs said themselves whether they are sharded, windows were refused under context parallelism."""
+    is_window = any(isinstance(group, SlidingWindow) for group in scenario.groups)
+    if scenario.engine.dcp > 1 and is_window and not rules.dcp_sharded_flag:
+        yield Refusal(type="AssertionError", message="no sliding window under decode context parallelism")
+
+
+def _retention(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
+    """A retention interval needs a group that it thins out, and whole scheduler blocks."""
+    interval = scenario.engine.retention_interval
+    if not interval:
+        return
+    if not any(isinstance(group, (SlidingWindow, Mamba)) for group in scenario.groups):
+        yield Refusal(type="ValueError", message="no group makes use of a retention interval")
+    elif interval % block_sizes(scenario, rules)[0]:
+        yield Refusal(type="ValueError", message="the retention interval is no multiple of the scheduler block size")
+
+
+def _prefix_caching(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
+    """Groups that cannot be looked up, alone or together."""
+    if not scenario.engine.prefix_caching:
+        return
+    if _has_plain_mamba(scenario) and rules.mamba_prefix_caching_requires_align:
+        yield Refusal(type="AssertionError", message="prefix caching of states requires mode align")
+    is_other = any(not isinstance(group, (*FULL_LIKE, RSWA)) for group in scenario.groups)
+    if scenario.engine.dcp > 1 and is_other and not rules.dcp_sharded_flag:
+        yield Refusal(type="AssertionError", message="lookups under context parallelism are for full attention")
+    hash_block_size = block_sizes(scenario, rules)[1]
+    if len(scenario.groups) > 1 and any(size % hash_block_size for size in _cacheable_sizes(scenario, rules)):
+        yield Refusal(type="AssertionError", message="a group's block is no multiple of the hash block size")
+
+
+def _cacheable_sizes(scenario: Scenario, rules: Rules) -> list[int]:
+    """Effective block sizes of the groups that take part in the prefix cache; of all of them where none does."""
+    dcp = scenario.engine.dcp
+    cacheable = [group for group in scenario.groups if is_prefix_cacheable(group)] or scenario.groups
+    return [effective_block_size(group, dcp, rules) for group in cacheable]
+
+
+def _has_plain_mamba(scenario: Scenario) -> bool:
+    return any(isinstance(group, Mamba) and group.mode != "align" for group in scenario.groups)

@@ -23,14 +23,25 @@ class Rules:
     below P; it matters where P is a multiple of the hash block size."""
 
 
+    lone_group_refuses_prefix_match_unit: bool
+    """A prefix match unit that a single group would ignore is refused (0.32+)."""
+
+    mamba_prefix_caching_requires_align: bool
+    """Prefix caching of a Mamba group in another mode than `align` is refused (0.33+)."""
+
+
 _V0_33 = Rules(
     release="0.33.0",
+    lone_group_refuses_prefix_match_unit=True,
+    mamba_prefix_caching_requires_align=True,
     dcp_sharded_flag=True,
     lone_request_ignores_long_prefill_threshold=True,
     prompt_tail_excludes_last_token=True,
 )
-_V0_32 = replace(_V0_33, release="0.32.0")
-_V0_31 = replace(_V0_32, release="0.31.0", prompt_tail_excludes_last_token=False)
+_V0_32 = replace(_V0_33, release="0.32.0", mamba_prefix_caching_requires_align=False)
+_V0_31 = replace(
+    _V0_32, release="0.31.0", prompt_tail_excludes_last_token=False, lone_group_refuses_prefix_match_unit=False
+)
 _V0_30 = replace(_V0_31, release="0.30.0", dcp_sharded_flag=False, lone_request_ignores_long_prefill_threshold=False)
 _V0_29 = replace(_V0_30, release="0.29.0")
 

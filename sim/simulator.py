@@ -29,6 +29,17 @@ from sim.scheduler import Plan, Scheduler
 SEES = ("tables", "free", "refs", "keys")
 
 
+# Engine settings that the model knows one value of.
+_ONLY = {"policy": "fcfs", "async_scheduling": False, "speculative": None}
+
+
+def _check_modelled(scenario: Scenario) -> None:
+    """Raises ScenarioError for a setting that the model would otherwise silently ignore."""
+    for name, value in _ONLY.items():
+        if getattr(scenario.engine, name) != value:
+            raise ScenarioError(f"$.engine.{name}", f"only {value!r} is modelled")
+
+
 class Simulator:
     """The model of one scenario. `step` gives the next record of the history; `history` all of them.
 
@@ -39,6 +50,7 @@ class Simulator:
     def __init__(self, scenario: Scenario, rules: Rules | None = None, connector: ConnectorRule | None = None) -> None:
         self.scenario = scenario
         self.rules = rules or rules_of(NEWEST)
+        _check_modelled(scenario)
         self.refusal = refusal(scenario, self.rules)
         if self.refusal is None:
             self.scheduler = Scheduler(scenario, self.rules, connector)

@@ -1,0 +1,62 @@
+"""Configurations that vLLM refuses, release by release."""
+
+from __future__ import annotations
+
+import pytest
+
+from sim.history import Refusal
+from sim.refusals import refusal
+from sim.releases import RELEASES
+from sim.scenario import ScenarioError, parse
+from sim.simulator import Simulator
+
+FULL = {"kind": "full", "block": 4}
+WINDOW = {"kind": "sliding_window", "block": 4, "window": 8}
+CIRCULAR = {"kind": "circular", "block": 4}
+MAMBA = {"kind": "mamba", "block": 64}
+ALL = frozenset(RELEASES)
+OLD = frozenset({"0.29.0", "0.30.0"})
+
+# Engine settings, groups, releases that refuse them, type of the exception.
+CASES = [
+    ({"chunked_prefill": False, "max_num_batched_tokens": 63}, [FULL], ALL, "ValidationError"),
+    ({"max_num_batched_tokens": 15}, [FULL], ALL, "ValidationError"),
+    ({"long_prefill_token_threshold": 65}, [FULL], ALL, "ValidationError"),
+    ({"retention_interval": 4}, [FULL], ALL, "ValueError"),
+    ({"retention_interval": 6}, [FULL, WINDOW], ALL, "ValueError"),
+    ({"retention_interval": 8}, [FULL, WINDOW], frozenset(), ""),
+    ({"prefix_match_unit": 2}, [FULL], frozenset({"0.32.0", "0.33.0"}), "ValueError"),
+    ({"prefix_match_unit": 3}, [FULL, WINDOW], ALL, "ValueError"),
+    ({"dcp": 2}, [FULL, WINDOW], OLD, "AssertionError"),
+    ({"dcp": 2, "prefix_caching": False}, [WINDOW], OLD, "AssertionError"),
+    ({"dcp": 2}, [FULL, CIRCULAR], OLD, "AssertionError"),
+    ({"dcp": 2, "prefix_caching": False}, [FULL, CIRCULAR], frozenset(), ""),
+    ({"dcp": 2}, [FULL], frozenset(), ""),
+    ({}, [FULL, MAMBA], ALL, "AssertionError"),
+    ({"prefix_caching": False}, [FULL, MAMBA], frozenset(), ""),
+]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize(("engine", "groups", "releases", "kind"), CASES)
+def test_what_is_refused(engine: dict, groups: list, releases: frozenset[str], kind: str, release: str) -> None:
+    raw = {"kvoracle": 1, "engine": {"blocks": 40, "max_model_len": 64, **engine}, "groups": groups, "steps": []}
+    found = refusal(parse(raw), RELEASES[release])
+    assert (found.type if found is not None else "") == (kind if release in releases else "")
+
+
+def test_a_refusal_is_the_only_record() -> None:
+    raw = {"kvoracle": 1, "engine": {"blocks": 40, "retention_interval": 5}, "groups": [FULL], "steps": [{"run": 5}]}
+    (record,) = Simulator(parse(raw)).history()
+    assert isinstance(record, Refusal)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [{"policy": "priority"}, {"async_scheduling": True}, {"speculative": {"tokens": 2}}],
+)
+def test_what_is_not_modelled_is_said_and_not_ignored(engine: dict) -> None:
+    raw = {"kvoracle": 1, "engine": {"blocks": 40, **engine}, "groups": [FULL], "steps": []}
+    with pytest.raises(ScenarioError, match="is modelled") as error:
+        Simulator(parse(raw))
+    assert error.value.path == f"$.engine.{next(iter(engine))}"
