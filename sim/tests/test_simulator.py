@@ -64,9 +64,10 @@ def test_without_room_the_last_comer_goes_back_and_is_resumed():
 
 def test_the_gate_refuses_a_prompt_that_does_not_fit_whole():
     steps = [add("A", ["a", 30]), {"run": 20}]
-    gated = Simulator(scenario([FULL], steps, blocks=5, max_num_batched_tokens=8, max_num_seqs=4)).history()
+    limits = {"blocks": 5, "max_num_batched_tokens": 8, "max_num_seqs": 4}
+    gated = Simulator(scenario([FULL], steps, **limits)).history()
     assert gated[-1].result == "stalled"
-    open_door = Simulator(scenario([FULL], steps, blocks=5, max_num_batched_tokens=8, reserve_full_isl=False)).history()
+    open_door = Simulator(scenario([FULL], steps, **limits, reserve_full_isl=False)).history()
     assert schedules(open_door)[0].scheduled == {"A": 8}
 
 
