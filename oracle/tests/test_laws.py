@@ -1,0 +1,696 @@
+"""Every law from both sides: a history that keeps it, and for each cause one that breaks it in that way alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from oracle.laws import LAWS, judge, same_history, sentence
+from oracle.tests.histories import RULES, causes, filled, history_of, scenario, scheduled, verdicts
+from sim.history import Acted, CachedKey, Failure, History, Scheduled, Selection, StateRecord, Updated, Written
+from sim.scenario import Scenario
+from sim.simulator import Simulator
+
+# Two requests share their first two blocks; the second comes while the first is alive.
+SHARED = scenario(
+    "{blocks: 20, max_model_len: 64}",
+    "[{kind: full, block: 4}]",
+    "[{add: {id: A, prompt: [[s, 9]], max_tokens: 6}}, {step: 2}, "
+    "{add: {id: B, prompt: [[s, 8], [b, 3]], max_tokens: 3}}, {run: 50}]",
+    "null",
+)
+CONNECTED = scenario(
+    "{blocks: 40, max_model_len: 64}",
+    "[{kind: full, block: 4, layers: 2}, {kind: sliding_window, block: 4, window: 6}, {kind: circular, block: 4}]",
+    "[{add: {id: A, prompt: [[s, 13]], max_tokens: 6}}, {step: 2}, "
+    "{add: {id: B, prompt: [[s, 12], [b, 9]], max_tokens: 3}}, {run: 50}]",
+)
+STATES = scenario(
+    "{blocks: 20, max_model_len: 64, prefix_caching: false, max_num_batched_tokens: 8, max_num_seqs: 4}",
+    "[{kind: full, block: 4}, {kind: mamba, block: 64}]",
+    "[{add: {id: A, prompt: [[a, 19]], max_tokens: 6}}, {add: {id: B, prompt: [[b, 9]], max_tokens: 3}}, {run: 50}]",
+    "null",
+)
+# Evictions, preemptions and hits in a pool that is just large enough for one.
+TIGHT = scenario(
+    "{blocks: 9, max_model_len: 32, max_num_batched_tokens: 16}",
+    "[{kind: full, block: 4}]",
+    "[{add: {id: A, prompt: [[s, 9]], max_tokens: 14}}, {add: {id: B, prompt: [[s, 8], [b, 3]], max_tokens: 12}}, "
+    "{add: {id: C, prompt: [[c, 13]], max_tokens: 9}}, {run: 200}]",
+    "null",
+)
+ALL = {"shared": SHARED, "connected": CONNECTED, "states": STATES, "tight": TIGHT}
+
+
+@pytest.mark.parametrize("case", ALL.values(), ids=ALL)
+def test_a_faultless_history_breaks_no_law(case: Scenario) -> None:
+    assert verdicts(case, history_of(case)) == []
+    assert verdicts(case, Simulator(case, RULES).history()) == []
+
+
+def test_the_cases_show_what_they_are_there_for() -> None:
+    assert scheduled(history_of(SHARED), 3).hits == {"B": 8}
+    assert any(isinstance(record, Scheduled) and record.preempted for record in history_of(TIGHT))
+    assert any(isinstance(record, Scheduled) and record.zeroed for record in history_of(STATES))
+    connected = scheduled(history_of(CONNECTED), 3)
+    assert connected.selected is not None
+    assert connected.selected["B"].groups == [[9, 10], [11, 12], [13]]
+
+
+def test_every_law_has_a_number_and_a_sentence() -> None:
+    assert {law.number for law in LAWS} == {1, 2, 3, 4, 5, 6, 7, 8}
+    assert all(law.sentence.endswith(".") and law.check.__doc__ for law in LAWS)
+    assert sentence(5).startswith("The worker receives")
+
+
+def tables_of(record: StateRecord) -> dict[str, list[list[int]]]:
+    assert isinstance(record, StateRecord)
+    assert record.tables is not None
+    return record.tables
+
+
+# ----------------------------------------------------------------------------------------------------------------- law 1
+
+
+def _free(history: History, step: int) -> list[int]:
+    free = scheduled(history, step).free
+    assert free is not None
+    return free
+
+
+def _refs(history: History, step: int) -> list[int]:
+    refs = scheduled(history, step).refs
+    assert refs is not None
+    return refs
+
+
+def _leak(history: History) -> None:
+    _refs(history, 2)[1] += 1
+
+
+def _lose(history: History) -> None:
+    _refs(history, 3)[1] -= 1
+
+
+def _put_held_into_queue(history: History) -> None:
+    _free(history, 2).append(1)
+
+
+def _queue_twice(history: History) -> None:
+    _free(history, 2).append(_free(history, 2)[0])
+
+
+def _queue_null(history: History) -> None:
+    _free(history, 2).append(0)
+
+
+def _drop_from_queue(history: History) -> None:
+    _free(history, 2).pop(3)
+
+
+def _grow_pool(history: History) -> None:
+    _refs(history, 2).append(0)
+
+
+@pytest.mark.parametrize(
+    ("tamper", "cause"),
+    [
+        (_leak, "reference_leaked"),
+        (_lose, "reference_lost"),
+        (_put_held_into_queue, "free_and_held"),
+        (_queue_twice, "duplicate_free"),
+        (_queue_null, "null_free"),
+        (_drop_from_queue, "lost_block"),
+        (_grow_pool, "pool_size"),
+    ],
+)
+def test_law_1(tamper: Callable[[History], None], cause: str) -> None:
+    history = history_of(SHARED)
+    tamper(history)
+    assert causes(SHARED, history)[0] == cause
+    assert all(finding.kind == "pool" and finding.law == 1 for finding in verdicts(SHARED, history))
+
+
+def test_law_1_names_block_and_holders() -> None:
+    history = history_of(SHARED)
+    _refs(history, 3)[1] += 1
+    assert verdicts(SHARED, history)[0].message == (
+        "step 3: block 1 has reference count 3, but it is held 2 times (request A, group 0, position 0; request B, group "
+        "0, position 0); it holds tokens [0, 4) of request A, shared by A and B"
+    )
+
+
+def test_law_1_counts_deferred_frees() -> None:
+    history = history_of(SHARED)
+    record = scheduled(history, 2)
+    block = _free(history, 2).pop()
+    _refs(history, 2)[block] += 1
+    record.deferred = [[block]]
+    assert causes(SHARED, history[: history.index(record) + 1]) == []
+
+
+# ----------------------------------------------------------------------------------------------------------- laws 2 and 3
+
+
+def test_law_2_two_writers() -> None:
+    """The second request is given the block that the first one is writing."""
+    history = history_of(SHARED)
+    tables = tables_of(scheduled(history, 3))
+    tables["B"][0][2] = tables["A"][0][2]
+    finding = next(f for f in verdicts(SHARED, history) if f.law == 2)
+    assert (finding.cause, finding.request, finding.positions) == ("two_writers", "B", [2])
+    assert "is to be written, but is also held by request A, group 0, position 2" in finding.message
+
+
+def test_law_2_one_block_for_two_groups() -> None:
+    history = history_of(STATES)
+    tables = tables_of(scheduled(history, 1))
+    tables["A"][1][0] = tables["A"][0][0]
+    assert causes(STATES, history, 2)[0] == "two_writers"
+
+
+def test_law_2_readers_may_come_in_the_same_step() -> None:
+    """B hits a block that A computes in that very step."""
+    case = scenario(
+        "{blocks: 20, max_model_len: 64}", "[{kind: full, block: 4}]",
+        "[{add: {id: A, prompt: [[s, 9]]}}, {add: {id: B, prompt: [[s, 8], [b, 3]]}}, {run: 50}]", "null",
+    )
+    history = history_of(case)
+    assert scheduled(history, 1).hits["B"] == 8
+    assert verdicts(case, history) == []
+
+
+def test_law_2_no_slot() -> None:
+    history = history_of(SHARED)
+    tables_of(scheduled(history, 3))["B"][0].pop()
+    assert "no_slot" in causes(SHARED, history, 2)
+
+
+def test_law_3_a_hit_on_other_tokens() -> None:
+    history = history_of(SHARED)
+    tables = tables_of(scheduled(history, 3))
+    tables["B"][0][1] = tables["A"][0][0]
+    finding = next(f for f in verdicts(SHARED, history) if f.law == 3)
+    assert (finding.kind, finding.cause, finding.request, finding.positions) == ("content", "hit_wrong_tokens", "B", [1])
+    assert "block 1 hit for tokens [4, 8), but it holds tokens [0, 4) of request A" in finding.message
+
+
+def test_law_3_a_hit_on_tokens_that_differ() -> None:
+    """The same history, but the prompts share less than what was hit."""
+    other = scenario(
+        "{blocks: 20, max_model_len: 64}", "[{kind: full, block: 4}]",
+        "[{add: {id: A, prompt: [[s, 9]], max_tokens: 6}}, {step: 2}, "
+        "{add: {id: B, prompt: [[s, 7], [b, 4]], max_tokens: 3}}, {run: 50}]", "null",
+    )
+    assert "hit_wrong_tokens" in causes(other, history_of(SHARED), 3)
+
+
+def test_law_3_a_hit_across_salts() -> None:
+    text = (
+        "[{{add: {{id: A, prompt: [[s, 9]], max_tokens: 6}}}}, {{step: 2}}, "
+        "{{add: {{id: B, prompt: [[s, 8], [b, 3]], max_tokens: 3{salt}}}}}, {{run: 50}}]"
+    )
+    engine, groups = "{blocks: 20, max_model_len: 64}", "[{kind: full, block: 4}]"
+    plain, salted = (
+        scenario(engine, groups, text.format(salt=salt), "null") for salt in ("", ", salt: pepper")
+    )
+    assert causes(plain, history_of(plain)) == []
+    assert causes(salted, history_of(salted)) == []
+    assert "hit_wrong_tokens" in causes(salted, history_of(plain), 3)
+
+
+def test_law_3_outputs_are_part_of_the_prefix() -> None:
+    """B's prompt continues A's by what A generated, and hits it."""
+    case = scenario(
+        "{blocks: 20, max_model_len: 64}", "[{kind: full, block: 4}]",
+        "[{add: {id: A, prompt: [[s, 7]], max_tokens: 6}}, {run: 50}, "
+        "{add: {id: B, prompt: [[s, 7], [A.out, 6], [b, 3]], max_tokens: 3}}, {run: 50}]", "null",
+    )
+    history = history_of(case)
+    assert any(isinstance(record, Scheduled) and record.hits.get("B") == 12 for record in history)
+    assert verdicts(case, history) == []
+
+
+def test_law_3_a_needed_entry_is_null() -> None:
+    history = history_of(SHARED)
+    tables_of(scheduled(history, 4))["A"][0][0] = 0
+    assert "needed_block_null" in causes(SHARED, history, 3)
+
+
+def test_law_3_a_window_may_leave_blocks_but_not_too_early() -> None:
+    history = history_of(CONNECTED)
+    tables = tables_of(scheduled(history, 1))["A"][1]
+    assert tables[0] == 0  # tokens [0, 4) of 12, with a window of 6
+    assert "needed_block_null" not in causes(CONNECTED, history)
+    tables[1] = 0
+    assert "needed_block_null" in causes(CONNECTED, history, 3)
+
+
+def test_law_3_an_entry_names_another_block() -> None:
+    history = history_of(SHARED)
+    tables_of(scheduled(history, 4))["A"][0][0] = 15
+    assert "entry_replaced" in causes(SHARED, history, 3)
+
+
+def test_law_3_zeroing_a_held_block() -> None:
+    history = history_of(STATES)
+    assert scheduled(history, 1).zeroed  # written afterwards in the same step: no harm
+    held = tables_of(scheduled(history, 1))["A"][0][0]
+    scheduled(history, 2).zeroed.append(held)
+    finding = next(f for f in verdicts(STATES, history) if f.law == 3)
+    assert (finding.cause, finding.request, finding.positions) == ("held_block_overwritten", "A", [0])
+
+
+def test_law_3_zeroing_what_is_hit_in_the_same_step() -> None:
+    history = history_of(SHARED)
+    scheduled(history, 3).zeroed.append(1)
+    assert "hit_wrong_tokens" in causes(SHARED, history, 3)
+
+
+def test_law_3_copies_carry_their_content() -> None:
+    """B gets a copy of A's second block instead of the block itself."""
+    history = history_of(SHARED)
+    record = scheduled(history, 3)
+    tables = tables_of(record)
+    record.copies = [(tables["A"][0][1], 19)]
+    for later in history[history.index(record) :]:
+        if isinstance(later, StateRecord) and "B" in tables_of(later):
+            tables_of(later)["B"][0][1] = 19
+    assert causes(SHARED, history, 3) == []
+    record.copies = [(tables["A"][0][0], 19)]
+    assert "hit_wrong_tokens" in causes(SHARED, history, 3)
+
+
+def test_law_3_a_key_of_other_tokens() -> None:
+    history = history_of(SHARED)
+    keys = scheduled(history, 1).keys
+    assert keys is not None
+    keys[0] = CachedKey(0, 0, 4, [keys[1].blocks[0]])
+    finding = next(f for f in verdicts(SHARED, history) if f.law == 3)
+    assert (finding.cause, finding.positions) == ("key_wrong_tokens", [0])
+    assert "first 4 tokens of request A is linked to block 2, which holds tokens [4, 8) of request A" in finding.message
+
+
+def test_law_3_a_key_of_tokens_not_computed_yet() -> None:
+    history = history_of(SHARED)
+    keys = scheduled(history, 1).keys
+    assert keys is not None
+    keys.append(CachedKey(0, 0, 12, [3]))
+    assert "key_wrong_tokens" in causes(SHARED, history, 3)
+
+
+def test_law_3_a_key_survives_the_reuse_of_its_block() -> None:
+    history = history_of(TIGHT)
+    keys = scheduled(history, 2).keys
+    assert keys is not None
+    kept = next(key for key in keys if key.blocks == [5])  # C's; A gets the block when C has been preempted
+    for record in history[history.index(scheduled(history, 2)) :]:
+        if isinstance(record, StateRecord) and record.keys is not None and kept not in record.keys:
+            record.keys = sorted([*record.keys, kept])
+    assert "key_wrong_tokens" in causes(TIGHT, history, 3)
+
+
+# ----------------------------------------------------------------------------------------------------------------- law 4
+
+
+def select(history: History, group: int, ids: list[int], case: Scenario = CONNECTED, step: int = 3) -> None:
+    """Another selection of B in one group; the worker is told, and does, the same."""
+    record = scheduled(history, step)
+    assert record.selected is not None
+    groups = [*record.selected["B"].groups]
+    groups[group] = ids
+    record.selected = record.received = {"B": Selection(groups, record.selected["B"].tokens)}
+    record.written = filled(case, record.selected)
+
+
+@pytest.mark.parametrize(
+    ("group", "ids", "cause"),
+    [
+        # Group 0: [1, 2, 3] hit, [9, 10] external, 14 for the last token. Group 1: [0, 0, 0, 11, 12, 15].
+        (0, [1, 2, 3, 9, 10], "starts_early"),
+        (0, [10], "starts_late"),
+        (0, [9, 10, 14], "ends_late"),
+        (0, [9], "ends_early"),
+        (0, [], "missing_block"),
+        (0, [1, 9, 10], "extra_block"),
+        (0, [10, 9], "wrong_order"),
+        (0, [9, 9, 10], "duplicate_block"),
+        (0, [9, 10, 39], "foreign_block"),
+        (0, [11, 12], "wrong_group"),
+        (1, [0, 0, 11, 12], "null_selected"),
+        (2, [], "missing_block"),
+    ],
+)
+def test_law_4(group: int, ids: list[int], cause: str) -> None:
+    history = history_of(CONNECTED)
+    select(history, group, ids)
+    findings = verdicts(CONNECTED, history)
+    assert [(f.kind, f.law, f.cause, f.request, f.group) for f in findings] == [("selection", 4, cause, "B", group)]
+    assert findings[0].observed == ids
+
+
+def test_law_4_says_whose_tokens_the_chosen_block_holds() -> None:
+    history = history_of(CONNECTED)
+    select(history, 0, [1, 2])
+    (finding,) = verdicts(CONNECTED, history)
+    assert finding.message == (
+        "step 3: request B, group 0 (full): position 0: block 1 selected, which holds tokens [0, 4) of request A, shared by "
+        "A and B; expected position 3: block 9, for external tokens [12, 20)"
+    )
+    assert (finding.expected, finding.observed, finding.positions) == ([9, 10], [1, 2], [0, 1])
+
+
+def test_law_4_a_block_size_without_context_parallelism() -> None:
+    case = scenario(
+        "{blocks: 40, max_model_len: 128, dcp: 2}", "[{kind: full, block: 16}]",
+        "[{add: {id: B, prompt: [[s, 33]]}}, {run: 50}]",
+    )
+    history = history_of(case)
+    assert verdicts(case, history) == []
+    select(history, 0, [1, 2], case, step=1)
+    (finding,) = verdicts(case, history)
+    assert (finding.cause, finding.expected) == ("wrong_block_size", [1])
+    assert finding.message.endswith("as with blocks of 16 tokens instead of 32")
+
+
+def test_law_4_a_request_that_is_left_out() -> None:
+    history = history_of(CONNECTED)
+    record = scheduled(history, 3)
+    record.selected = record.received = {}
+    record.written = []
+    assert causes(CONNECTED, history) == ["missing_request"]
+
+
+def test_law_4_a_request_that_was_granted_nothing() -> None:
+    history = history_of(CONNECTED)
+    first, record = scheduled(history, 1), scheduled(history, 4)
+    record.selected = record.received = {"B": Selection([[9], [], []], 4)}
+    record.written = filled(CONNECTED, record.selected)
+    assert causes(CONNECTED, history) == ["stale_metadata"]
+    history = history_of(CONNECTED)
+    record = scheduled(history, 2)
+    record.selected = record.received = {"C": Selection([[9], [], []], 4)}
+    record.written = filled(CONNECTED, record.selected)
+    assert causes(CONNECTED, history) == ["unasked_selection"]
+    assert first.selected
+
+
+def test_law_4_announced_tokens_and_groups() -> None:
+    history = history_of(CONNECTED)
+    record = scheduled(history, 3)
+    assert record.selected is not None
+    right = record.selected["B"]
+    record.selected = record.received = {"B": Selection(right.groups, right.tokens + 1)}
+    assert causes(CONNECTED, history) == ["wrong_tokens"]
+    record.selected = record.received = {"B": Selection(right.groups[:2], right.tokens)}
+    assert causes(CONNECTED, history, 4) == ["wrong_group_count"]
+
+
+# ----------------------------------------------------------------------------------------------------------------- law 5
+
+
+def receive(history: History, group: int, ids: list[int]) -> None:
+    """The worker is told, and does, something else than was selected for B."""
+    record = scheduled(history, 3)
+    assert record.selected is not None
+    groups = [*record.selected["B"].groups]
+    groups[group] = ids
+    record.received = {"B": Selection(groups, record.selected["B"].tokens)}
+    record.written = filled(CONNECTED, record.received)
+
+
+@pytest.mark.parametrize(
+    ("group", "ids", "cause"),
+    [
+        (0, [9], "missing_block"),
+        (0, [9, 10, 14], "extra_block"),
+        (1, [12, 11], "wrong_order"),
+        (1, [11, 12, 12], "duplicate_block"),
+    ],
+)
+def test_law_5(group: int, ids: list[int], cause: str) -> None:
+    history = history_of(CONNECTED)
+    receive(history, group, ids)
+    (finding,) = verdicts(CONNECTED, history)
+    assert (finding.kind, finding.law, finding.cause, finding.request, finding.group) == ("routing", 5, cause, "B", group)
+
+
+def test_law_5_names_the_block_that_did_not_arrive() -> None:
+    history = history_of(CONNECTED)
+    receive(history, 0, [9])
+    assert "block 10, which holds tokens [16, 20) of request B, did not arrive" in verdicts(CONNECTED, history)[0].message
+
+
+def test_law_5_whole_requests() -> None:
+    history = history_of(CONNECTED)
+    sent = scheduled(history, 1).selected
+    assert sent is not None
+    for received, cause in (
+        ({}, "missing_request"),
+        ({"A": sent["A"]}, "stale_metadata"),
+        ({"C": Selection([[9], [], []], 4)}, "extra_request"),
+    ):
+        record = scheduled(history, 3 if cause == "missing_request" else 2)
+        right = record.received
+        record.received = received
+        record.written = filled(CONNECTED, received)
+        assert causes(CONNECTED, history, 5) == [cause]
+        record.received = right
+        assert right is not None
+        record.written = filled(CONNECTED, right)
+
+
+# ----------------------------------------------------------------------------------------------------------------- law 6
+
+
+def write(history: History, *entries: Written) -> None:
+    """What the fill of step 3 did, in place of the faultless entries of the same layers."""
+    record = scheduled(history, 3)
+    assert record.written is not None
+    layers = {entry.layer for entry in entries}
+    record.written = [*(entry for entry in record.written if entry.layer not in layers), *entries]
+
+
+@pytest.mark.parametrize(
+    ("entries", "cause", "group"),
+    [
+        ([Written(1, "g1.l0", [11, 12], "unwritten", num_bytes=9)], "wrong_layers", 1),
+        ([Written(0, "g0.l1", [9, 10], "unwritten", num_bytes=9)], "wrong_layers", 0),
+        (
+            [Written(0, "g0.l1", [9], "filled", "763c", 9), Written(0, "g0.l1", [10], "unwritten", num_bytes=9)],
+            "missing_block", 0,
+        ),
+        ([Written(2, "g2.l0", [13], "wrong_value", "763c", 9)], "wrong_value", 2),
+        (
+            [Written(0, "g0.l0", [9, 10], "filled", "763c", 9), Written(0, "g0.l0", [1], "outside", "763c", 9)],
+            "outside_selection", 0,
+        ),
+        (
+            [Written(0, "g0.l0", [9, 10], "filled", "763c", 9), Written(0, "g0.l0", [11, 12], "outside", "763c", 9)],
+            "wrong_layers", 0,
+        ),
+        ([Written(-1, "", [4], "padding", num_bytes=1)], "padding_written", None),
+    ],
+)
+def test_law_6(entries: list[Written], cause: str, group: int | None) -> None:
+    history = history_of(CONNECTED)
+    write(history, *entries)
+    (finding,) = verdicts(CONNECTED, history)
+    assert (finding.kind, finding.law, finding.cause, finding.group) == ("fill", 6, cause, group)
+
+
+def test_law_6_says_what_the_overwritten_block_holds() -> None:
+    history = history_of(CONNECTED)
+    write(history, Written(0, "g0.l0", [9, 10], "filled", "763c", 9), Written(0, "g0.l0", [1], "outside", None, 1))
+    (finding,) = verdicts(CONNECTED, history)
+    assert finding.message == (
+        "step 3: group 0 (full): layer g0.l0: 1 bytes of blocks [1] were written unasked; block 1 holds tokens [0, 4) of "
+        "request A, shared by A and B"
+    )
+
+
+def test_law_6_a_layer_nobody_looked_at() -> None:
+    history = history_of(CONNECTED)
+    record = scheduled(history, 3)
+    assert record.written is not None
+    record.written = record.written[1:]
+    assert causes(CONNECTED, history) == ["not_looked_at"]
+
+
+def test_law_6_block_ids_taken_for_rows() -> None:
+    case = scenario(
+        "{blocks: 40, max_model_len: 64}", "[{kind: full, block: 4, kernel_block: 2}]",
+        "[{add: {id: B, prompt: [[s, 9]]}}, {run: 50}]",
+    )
+    history = history_of(case)
+    scheduled(history, 1).written = [
+        Written(0, "g0.l0", [1], "unwritten", num_bytes=9),  # of rows 2 and 3 only row 2 was written, as block 2's
+        Written(0, "g0.l0", [2], "unwritten", num_bytes=9),
+        Written(0, "g0.l0", [0], "outside", num_bytes=9),
+    ]
+    assert set(causes(case, history)) == {"wrong_rows"}
+
+
+DRAWN = scenario(
+    "{blocks: 40, max_model_len: 64}", "[{kind: full, block: 4}]", "[{add: {id: B, prompt: [[s, 9]]}}, {run: 50}]",
+    "{name: DecodeBenchConnector, extra: {fill_mean: 0.5, fill_std: 0.25}}",
+)
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "is_right"), [(0.501, 0.248, True), (0.56, 0.25, False), (0.5, 0.4, False), (0.0, 0.0, False)]
+)
+def test_law_6_drawn_values(mean: float, std: float, is_right: bool) -> None:
+    history = history_of(DRAWN)
+    scheduled(history, 1).written = [Written(0, "g0.l0", [1, 2], "filled", None, 20_000, mean, std)]
+    assert causes(DRAWN, history) == ([] if is_right else ["wrong_distribution"])
+
+
+def test_law_6_the_fill_at_startup() -> None:
+    case = scenario(
+        "{blocks: 9, max_model_len: 16}", "[{kind: full, block: 4}, {kind: circular, block: 4}]",
+        "[{add: {id: B, prompt: [[s, 9]]}}, {run: 50}]",
+        "{name: DecodeBenchConnector, extra: {startup_fill: true}}",
+    )
+    history = history_of(case)
+    start = history[0]
+    start.written = [Written(0, "g0.l0", list(range(9)), "filled", "763c", 9)]  # type: ignore[union-attr]
+    assert causes(case, history) == []
+    start.written = []  # type: ignore[union-attr]
+    assert causes(case, history) == ["not_looked_at"]
+
+
+# --------------------------------------------------------------------------------------------------------- laws 7, 8, 10
+
+
+@pytest.mark.parametrize(
+    ("failure", "cause"),
+    [
+        (Failure(step=2, type="ValueError", phase="schedule", message="Cannot get 3 free blocks"), "out_of_blocks"),
+        (Failure(step=2, type="KeyError", phase="schedule", message="x"), "schedule_exception"),
+        (Failure(step=2, type="RuntimeError", phase="worker", message="x"), "worker_exception"),
+    ],
+)
+def test_law_7(failure: Failure, cause: str) -> None:
+    history = [*history_of(SHARED)[:3], failure]
+    (finding,) = verdicts(SHARED, history)
+    assert (finding.kind, finding.law, finding.cause) == ("crash", 7, cause)
+
+
+def stalled(case: Scenario) -> History:
+    history = history_of(case)[:3]
+    return [*history, Acted(step=3, action="run", result="stalled")]
+
+
+def test_law_8_a_standstill() -> None:
+    (finding,) = verdicts(TIGHT, stalled(TIGHT))
+    assert (finding.kind, finding.law, finding.cause, finding.observed) == ("hang", 8, "stalled", ["A", "B", "C"])
+
+
+def test_law_8_promises_nothing_in_a_pool_that_vllm_refuses() -> None:
+    small = scenario(
+        "{blocks: 8, max_model_len: 32}", "[{kind: full, block: 4}]", "[{add: {id: A, prompt: [[s, 9]]}}, {run: 200}]",
+        "null",
+    )
+    assert verdicts(small, stalled(small)) == []
+
+
+def test_law_8_round_in_circles() -> None:
+    spin: History = [Scheduled(step=3, preempted=["C"]), Updated(step=3)]
+    gain: History = [Scheduled(step=3, preempted=["C"]), Updated(step=3, new_tokens={"A": 1})]
+    before = history_of(TIGHT)[:3]
+    assert causes(TIGHT, [*before, *spin, *spin], 8) == []
+    assert causes(TIGHT, [*before, *spin, *spin, *spin], 8) == ["livelock"]
+    assert causes(TIGHT, [*before, *gain, *gain, *gain], 8) == []
+
+
+def test_law_8_a_request_that_is_forgotten() -> None:
+    history = history_of(SHARED)
+    for record in history:
+        if isinstance(record, Updated) and "B" in record.finished:
+            record.finished.remove("B")
+    assert causes(SHARED, history, 8) == ["lost_request"]
+
+
+def test_law_8_a_block_that_stays_held() -> None:
+    history = history_of(SHARED)
+    end = history[-1]
+    assert isinstance(end, Acted)
+    assert end.refs is not None
+    end.refs[5] = 1
+    assert causes(SHARED, history, 8) == ["leaked_block"]
+
+
+def test_law_8_speaks_of_ends_only_where_the_scenario_ends_in_a_run() -> None:
+    case = scenario(
+        "{blocks: 20, max_model_len: 64}", "[{kind: full, block: 4}]", "[{add: {id: A, prompt: [[s, 9]]}}, {step: 2}]",
+        "null",
+    )
+    assert verdicts(case, history_of(case)) == []
+
+
+def test_law_10() -> None:
+    assert same_history(history_of(SHARED), history_of(SHARED)) is None
+    other = history_of(SHARED)
+    _leak(other)
+    finding = same_history(history_of(SHARED), other)
+    assert finding is not None
+    assert (finding.law, finding.cause, finding.step) == (10, "not_repeatable", 2)
+    assert "differs in refs" in finding.message
+    finding = same_history(history_of(SHARED), history_of(SHARED)[:-1])
+    assert finding is not None
+    assert finding.cause == "not_repeatable"
+
+
+# ------------------------------------------------------------------------------------------------------------- what judges
+
+
+def test_hand_made_tables_are_judged_by_the_laws_about_connectors_only() -> None:
+    case = scenario(
+        "{blocks: 40, max_model_len: 64}\ndriver: direct", "[{kind: full, block: 16}]",
+        "[{direct: {id: B, num_tokens: 41, local: 20, tables: [[7, 8, 9]]}}, {step: 1}]",
+    )
+    alike = scenario(
+        "{blocks: 40, max_model_len: 64}", "[{kind: full, block: 16}]", "[{add: {id: B, prompt: [[b, 41]]}}, {step: 1}]"
+    )
+    start = history_of(alike)[0]
+    right = {"B": Selection([[8, 9]], 20)}
+    record = Scheduled(
+        step=1, scheduled={"B": 1}, admitted=["B"], hits={"B": 20}, external={"B": 20}, tables={"B": [[7, 8, 9]]},
+        selected=right, received=right, written=filled(case, right),
+    )
+    assert verdicts(case, [start, record]) == []
+    early = {"B": Selection([[7, 8, 9]], 20)}
+    record.selected = record.received = early
+    record.written = filled(case, early)
+    assert causes(case, [start, record]) == ["starts_early"]
+
+
+def test_without_a_contract_the_other_laws_still_judge() -> None:
+    history = history_of(CONNECTED)
+    select(history, 0, [1, 2])
+    assert judge(CONNECTED, history, RULES, None) == []
+    _refs(history, 3)[2] += 1
+    assert [finding.law for finding in judge(CONNECTED, history, RULES, None)] == [1]
+
+
+def test_a_fault_is_told_once_per_request_and_group() -> None:
+    history = history_of(SHARED)
+    for step in (3, 4):
+        _refs(history, step)[1] += 1
+    findings = [f for f in verdicts(SHARED, history) if f.law == 1]
+    assert [finding.fault for finding in findings] == [("pool", 1, "reference_leaked", None)]
+
+
+def test_an_id_may_come_again() -> None:
+    case = scenario(
+        "{blocks: 20, max_model_len: 64}", "[{kind: full, block: 4}]",
+        "[{add: {id: A, prompt: [[s, 9]], max_tokens: 3}}, {step: 1}, {abort: A}, "
+        "{add: {id: A, prompt: [[t, 9]], max_tokens: 3}}, {run: 50}, "
+        "{add: {id: A, prompt: [[s, 11]], max_tokens: 3}}, {run: 9}]",
+        "null",
+    )
+    history = history_of(case)
+    assert any(isinstance(record, Scheduled) and record.hits.get("A") == 8 for record in history)
+    assert verdicts(case, history) == []
