@@ -355,8 +355,8 @@ def test_law_4_says_whose_tokens_the_chosen_block_holds() -> None:
     select(history, 0, [1, 2])
     (finding,) = verdicts(CONNECTED, history)
     assert finding.message == (
-        "step 3: request B, group 0 (full): position 0: block 1 selected, which holds tokens [0, 4) of request A, shared by "
-        "A and B; expected position 3: block 9, for external tokens [12, 20)"
+        "step 3: request B, group 0 (full): position 0: block 1 selected, which holds tokens [0, 4) of request A, shared "
+        "by A and B; expected position 3: block 9, for external tokens [12, 20)"
     )
     assert (finding.expected, finding.observed, finding.positions) == ([9, 10], [1, 2], [0, 1])
 
