@@ -5,8 +5,9 @@ Reading changes nothing. A field is given only where it differs from what was gi
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash, get_group_id
@@ -138,9 +139,9 @@ class _CallCounter:
     def __init__(self, counted: Any, start: int = 0) -> None:
         self.counted = counted
         self.count = start
-        for name, _ in inspect.getmembers(type(counted), inspect.isfunction):
-            if not name.startswith("_") and name not in _READING_METHODS:
-                setattr(counted, name, self._counting(getattr(counted, name)))
+        kind: Hashable = type(counted)
+        for name in _changing_methods(kind):
+            setattr(counted, name, self._counting(getattr(counted, name)))
 
     def _counting(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*arguments: Any) -> Any:
@@ -152,6 +153,12 @@ class _CallCounter:
 
 # Methods of the free queue and the key map that change nothing.
 _READING_METHODS = frozenset({"contain", "get_all_free_blocks", "get_one_block"})
+
+
+@functools.cache
+def _changing_methods(kind: Any) -> list[str]:
+    methods = inspect.getmembers(kind, inspect.isfunction)
+    return [name for name, _ in methods if not name.startswith("_") and name not in _READING_METHODS]
 
 
 def _changed(value: Any, last: Any) -> tuple[Any, Any]:
