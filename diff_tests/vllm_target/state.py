@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash, get_group_id
@@ -139,7 +139,7 @@ class _CallCounter:
     def __init__(self, counted: Any, start: int = 0) -> None:
         self.counted = counted
         self.count = start
-        kind: Hashable = type(counted)
+        kind: Any = type(counted)
         for name in _changing_methods(kind):
             setattr(counted, name, self._counting(getattr(counted, name)))
 
