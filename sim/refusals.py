@@ -22,6 +22,8 @@ def _refusals(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
     """In the order in which vLLM checks: settings, block sizes, groups, groups together."""
     yield from _settings(scenario)
     yield from _match_unit(scenario, rules)
+    if scenario.driver == "direct":
+        return  # what follows is checked by the scheduler, and there is none
     yield from _context_parallel_windows(scenario, rules)
     yield from _retention(scenario, rules)
     yield from _prefix_caching(scenario, rules)

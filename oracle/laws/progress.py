@@ -40,6 +40,8 @@ def check_progress(trial: Trial, record: Scheduled | Updated | Acted | End) -> N
             trial.states.clear()
     elif isinstance(record, End):
         _check_end(trial, record.last)
+    elif record.action != "run":
+        trial.states.clear()  # somebody from outside sent the engine back: no circle of its own
     elif record.result == "stalled" and trial.promises_progress():
         waiting = trial.replay.unfinished()
         message = f"nothing was scheduled any more; unfinished: {', '.join(waiting)}"

@@ -45,6 +45,13 @@ def test_what_is_refused(engine: dict, groups: list, releases: frozenset[str], k
     assert (found.type if found is not None else "") == (kind if release in releases else "")
 
 
+def test_the_direct_driver_has_no_scheduler_that_would_refuse() -> None:
+    raw = {"kvoracle": 1, "driver": "direct", "engine": {"blocks": 40, "retention_interval": 5}, "groups": [FULL]}
+    assert refusal(parse({**raw, "steps": []}), RELEASES["0.33.0"]) is None
+    raw["engine"] = {"blocks": 40, "max_num_batched_tokens": 3}
+    assert refusal(parse({**raw, "steps": []}), RELEASES["0.33.0"]) is not None
+
+
 def test_a_refusal_is_the_only_record() -> None:
     raw = {"kvoracle": 1, "engine": {"blocks": 40, "retention_interval": 5}, "groups": [FULL], "steps": [{"run": 5}]}
     (record,) = Simulator(parse(raw)).history()
