@@ -46,6 +46,22 @@ def test_positions_and_words() -> None:
     assert lost.positions == [3]
 
 
+def test_positions_of_ends_and_nulls() -> None:
+    asked = Asked(FULL, 0, 4, [], 8, 20)
+    (late,) = selection_causes(asked, [13, 14, 15], [13, 14, 15, 16])
+    assert late.positions == [5]
+    (early,) = selection_causes(asked, [13, 14, 15], [13])
+    assert early.positions == [3, 4]
+    (begins_late,) = selection_causes(asked, [13, 14, 15], [15])
+    assert begins_late.positions == [2, 3]
+    (nulls,) = selection_causes(Asked(WINDOW, 1, 4, [], 0, 16), [7, 8], [0, 7, 8])
+    assert nulls.positions == [0]
+    (other,) = selection_causes(Asked(WINDOW, 1, 4, [], 0, 16), [7, 8], [3, 4])
+    assert (other.positions, other.words) == ([2, 3], " (group 0)")
+    (twice,) = selection_causes(asked, [13, 14, 15], [13, 14, 14, 15])
+    assert twice.positions == [3]
+
+
 def test_as_many_blocks_as_smaller_ones_would_need() -> None:
     """32 tokens are one block of 32 and two of 16."""
     asked = Asked([[1, 2, 3]], 0, 32, [16], 0, 32)
@@ -122,3 +138,9 @@ class TestFill:
         rows = FillAsked([[1, 2, 3]], [2])
         assert unwritten_cause(rows, 0, [2, 3]) == "wrong_rows"
         assert unwritten_cause(rows, 0, [1, 2, 3]) == "wrong_layers"
+        assert rows.half_written(0) == {2, 3}
+        assert rows.written_as_rows(0) == {0, 1}
+        assert FillAsked([[1, 2, 3]], [1]).written_as_rows(0) == set()
+
+    def test_blocks_of_one_row(self) -> None:
+        assert unwritten_cause(self.plain, 0, [4]) == "missing_block"

@@ -40,6 +40,34 @@ def test_salt_and_adapter_are_part_of_the_prefix() -> None:
     assert [prefixes.common(0, 1), prefixes.common(1, 2), prefixes.common(0, 3), prefixes.common(1, 3)] == [0, 9, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("group", "num_droppable"),
+    [
+        ("{kind: full, block: 4}", 0),
+        ("{kind: sliding_window, block: 4, window: 6}", 16),  # the token at 21 sees [16, 22)
+        ("{kind: chunked_local, block: 4, chunk: 8}", 16),
+        ("{kind: mamba, block: 4}", 20),  # the state after 21 tokens lies with the token at 20
+        ("{kind: circular, block: 4}", 0),
+    ],
+)
+def test_what_a_group_may_drop(group: str, num_droppable: int) -> None:
+    view = Replay(scenario(ENGINE, f"[{group}]", "[{add: {id: A, prompt: [[s, 9]]}}]", "null"), RULES).groups[0]
+    assert view.num_droppable(21) == num_droppable
+    assert [view.may_be_null(position, 21) for position in range(6)] == [
+        position * 4 + 4 <= num_droppable for position in range(6)
+    ]
+
+
+def test_room_and_hits_of_a_group() -> None:
+    case = scenario(
+        ENGINE, "[{kind: full, block: 4}, {kind: circular, block: 4}]", "[{add: {id: A, prompt: [[s, 9]]}}]", "null"
+    )
+    full, ring = Replay(case, RULES).groups
+    assert (full.room([1, 2]), full.num_hit_blocks(8), full.num_hit_blocks(9)) == (8, 2, 3)
+    assert (ring.room([]), ring.num_hit_blocks(9)) == (0, 0)
+    assert ring.room([3]) > 10**9
+
+
 def replayed(case: Scenario, num_records: int) -> Replay:
     replay = Replay(case, RULES)
     for record in history_of(case)[:num_records]:

@@ -308,7 +308,49 @@ def test_law_3_a_key_survives_the_reuse_of_its_block() -> None:
     for record in history[history.index(scheduled(history, 2)) :]:
         if isinstance(record, StateRecord) and record.keys is not None and kept not in record.keys:
             record.keys = sorted([*record.keys, kept])
-    assert "key_wrong_tokens" in causes(TIGHT, history, 3)
+    (finding,) = (f for f in verdicts(TIGHT, history) if f.law == 3)
+    assert (finding.cause, finding.step, finding.observed) == ("key_wrong_tokens", 9, 5)
+
+
+def test_law_3_keys_that_are_not_told_again_still_stand() -> None:
+    """A gets C's old block in step 9. If the keys did not change since step 8, C's is still linked to it."""
+    history = history_of(TIGHT)
+    last = scheduled(history, 8)
+    assert last.keys is not None
+    last.keys.append(CachedKey(0, 2, 4, [5]))
+    for record in history[history.index(last) + 1 :]:
+        if isinstance(record, StateRecord):
+            record.keys = None
+    findings = [f for f in verdicts(TIGHT, history) if f.law == 3]
+    assert [(f.cause, f.step, f.observed) for f in findings] == [("key_wrong_tokens", 9, 5)]
+    assert causes(TIGHT, history[: history.index(last) + 1]) == []
+
+
+def test_law_2_a_block_that_is_hit_in_part_is_written_on() -> None:
+    """B's local tokens end inside block 3, which A still writes."""
+    history = history_of(SHARED)
+    record = scheduled(history, 3)
+    record.hits["B"] = 9
+    record.scheduled["B"] = 2
+    tables_of(record)["B"][0][2] = 3
+    finding = next(f for f in verdicts(SHARED, history) if f.law == 2)
+    assert (finding.cause, finding.request, finding.positions) == ("two_writers", "B", [2])
+
+
+def test_law_3_a_block_that_is_hit_in_part() -> None:
+    """Alone with it, B may write on; what is there must be its own prefix up to the last local token."""
+    history = history_of(SHARED)
+    record = scheduled(history, 3)
+    for later in history[history.index(record) :]:
+        if isinstance(later, StateRecord):
+            tables_of(later).pop("A", None)
+            later.refs = later.free = None
+    record.scheduled.pop("A")
+    tables_of(record)["B"][0][2] = 3
+    record.hits["B"] = 8
+    assert causes(SHARED, history[: history.index(record) + 1]) == []
+    record.hits["B"] = 9  # the 9th token is A's alone
+    assert causes(SHARED, history[: history.index(record) + 1], 3) == ["hit_wrong_tokens"]
 
 
 # ----------------------------------------------------------------------------------------------------------------- law 4
@@ -379,21 +421,20 @@ def test_law_4_a_request_that_is_left_out() -> None:
     record = scheduled(history, 3)
     record.selected = record.received = {}
     record.written = []
-    assert causes(CONNECTED, history) == ["missing_request"]
+    assert causes(CONNECTED, history, 4) == causes(CONNECTED, history) == ["missing_request"]
 
 
 def test_law_4_a_request_that_was_granted_nothing() -> None:
     history = history_of(CONNECTED)
-    first, record = scheduled(history, 1), scheduled(history, 4)
+    record = scheduled(history, 4)
     record.selected = record.received = {"B": Selection([[9], [], []], 4)}
     record.written = filled(CONNECTED, record.selected)
-    assert causes(CONNECTED, history) == ["stale_metadata"]
+    assert causes(CONNECTED, history, 4) == causes(CONNECTED, history) == ["stale_metadata"]
     history = history_of(CONNECTED)
     record = scheduled(history, 2)
     record.selected = record.received = {"C": Selection([[9], [], []], 4)}
     record.written = filled(CONNECTED, record.selected)
-    assert causes(CONNECTED, history) == ["unasked_selection"]
-    assert first.selected
+    assert causes(CONNECTED, history, 4) == causes(CONNECTED, history) == ["unasked_selection"]
 
 
 def test_law_4_announced_tokens_and_groups() -> None:
@@ -402,7 +443,7 @@ def test_law_4_announced_tokens_and_groups() -> None:
     assert record.selected is not None
     right = record.selected["B"]
     record.selected = record.received = {"B": Selection(right.groups, right.tokens + 1)}
-    assert causes(CONNECTED, history) == ["wrong_tokens"]
+    assert causes(CONNECTED, history, 4) == causes(CONNECTED, history) == ["wrong_tokens"]
     record.selected = record.received = {"B": Selection(right.groups[:2], right.tokens)}
     assert causes(CONNECTED, history, 4) == ["wrong_group_count"]
 
@@ -440,6 +481,18 @@ def test_law_5_names_the_block_that_did_not_arrive() -> None:
     history = history_of(CONNECTED)
     receive(history, 0, [9])
     assert "block 10, which holds tokens [16, 20) of request B, did not arrive" in verdicts(CONNECTED, history)[0].message
+
+
+def test_law_5_order_and_announced_tokens() -> None:
+    history = history_of(CONNECTED)
+    record = scheduled(history, 3)
+    assert record.selected is not None
+    right = record.selected["B"]
+    record.received = {"B": Selection(right.groups, right.tokens + 1)}
+    assert causes(CONNECTED, history, 5) == causes(CONNECTED, history) == ["wrong_tokens"]
+    both = {"B": right, "C": Selection([[], [], []], 0)}
+    record.selected, record.received = both, dict(reversed(both.items()))
+    assert causes(CONNECTED, history, 5) == ["wrong_order"]
 
 
 def test_law_5_whole_requests() -> None:
@@ -515,7 +568,7 @@ def test_law_6_a_layer_nobody_looked_at() -> None:
     record = scheduled(history, 3)
     assert record.written is not None
     record.written = record.written[1:]
-    assert causes(CONNECTED, history) == ["not_looked_at"]
+    assert causes(CONNECTED, history, 6) == causes(CONNECTED, history) == ["not_looked_at"]
 
 
 def test_law_6_block_ids_taken_for_rows() -> None:
@@ -536,6 +589,15 @@ DRAWN = scenario(
     "{blocks: 40, max_model_len: 64}", "[{kind: full, block: 4}]", "[{add: {id: B, prompt: [[s, 9]]}}, {run: 50}]",
     "{name: DecodeBenchConnector, extra: {fill_mean: 0.5, fill_std: 0.25}}",
 )
+
+
+def test_law_6_drawn_values_weigh_by_their_number() -> None:
+    history = history_of(DRAWN)
+    scheduled(history, 1).written = [
+        Written(0, "g0.l0", [1], "filled", None, 200, 0.9, 0.25),
+        Written(0, "g0.l0", [2], "filled", None, 40_000, 0.5, 0.25),
+    ]
+    assert causes(DRAWN, history) == []
 
 
 @pytest.mark.parametrize(
