@@ -1,0 +1,40 @@
+"""The benchmark measures what it says. Bounds here are far from what is measured, so that a busy machine passes."""
+
+from __future__ import annotations
+
+import pytest
+
+from diff_tests import bench
+from diff_tests.bench import Measure, document, measure_building, measure_campaign, measure_model
+from diff_tests.vllm_target.target import Target
+
+
+def test_the_model_is_faster_than_the_scheduler_step_for_step(target: Target) -> None:
+    found = measure_model(target, target.info.rules, num_requests=4, num_blocks=1000, num_steps=40)
+    assert found.kept, found
+
+
+def test_building_a_large_model_costs_next_to_nothing(target: Target) -> None:
+    assert measure_building(target.info.rules).kept
+
+
+def test_campaign_speed_counts_both_processes(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "CASES_PER_BATCH", 20)
+    monkeypatch.setattr(bench, "NUM_BATCHES", 2)
+    rate, ratio = measure_campaign(target, target.info.rules)
+    assert rate.value > 10
+    assert 1.0 < ratio.value < 5.0
+
+
+def test_the_child_times_every_step_after_the_warm_up(target: Target) -> None:
+    seconds = target.step_times(bench.decoding(4, 1000), 3, 10)
+    assert len(seconds) == 10
+    assert all(0 < s < 1 for s in seconds)
+
+
+@pytest.mark.parametrize(("value", "kept"), [(2.9, False), (3.0, True)])
+def test_a_missed_promise_is_said(target: Target, value: float, kept: bool) -> None:
+    found = Measure("speed", value, "times", at_least=3.0)
+    assert found.kept is kept
+    assert document([found], target.info)["verdict"] == ("pass" if kept else "fail")
+    assert Measure("cost", 5.0 - value, "times", at_most=2.0).kept is kept
