@@ -19,7 +19,7 @@ DEVICES = [
     "cpu",
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")),
 ]
-WINDOWS = [1 << 26, 512, 1000]  # one window, many, and some that cut blocks in two
+WINDOWS = [1 << 26, 320, 512, 1000]  # one window; windows that end with a block, inside one, and inside others
 NUM_BLOCKS = 8
 
 
@@ -215,13 +215,14 @@ def test_drawn_values(device: str, window: int) -> None:
     check = FillCheck(made.buffer, made.layers, [DRAWN, ZERO], window)
     check.paint()
     torch.manual_seed(5)
+    ids = [[2, 6, 3], [5]]
     for name in ("a", "b"):
-        for block in IDS[0]:
-            made.view(name)[block] = torch.normal(0.5, 0.25, (4, 16)).to(made.buffer.device, torch.bfloat16)
+        for block in ids[0]:
+            made.view(name)[block] = torch.normal(block / 10, 0.25, (4, 16)).to(made.buffer.device, torch.bfloat16)
     made.view("c")[5] = 0
-    entries = check.verify(IDS)
-    assert summary(entries) == GOOD
-    values = torch.cat([made.view("a")[block].flatten() for block in IDS[0]]).double()
+    entries = check.verify(ids)
+    assert summary(entries) == [("a", [2, 6, 3], "filled"), ("b", [2, 6, 3], "filled"), ("c", [5], "filled")]
+    values = torch.cat([made.view("a")[block].flatten() for block in ids[0]]).double()
     assert entries[0].mean == pytest.approx(float(values.mean()))
     assert entries[0].std == pytest.approx(float(values.std(correction=0)))
     assert entries[2].mean is None
@@ -261,8 +262,11 @@ def test_groups_that_draw_over_the_same_bytes(device: str, window: int) -> None:
 
 def test_views_that_do_not_fit_are_refused() -> None:
     made = memory("cpu")
-    with pytest.raises(ValueError, match="outside"):
-        FillCheck(made.buffer[:500], made.layers, [MEAN, ZERO])
+    layer_b = [made.layers[1]]
+    FillCheck(made.buffer[:-32], layer_b, [MEAN])  # the last 32 bytes are padding
+    for wrong in (made.buffer[:-33], made.buffer[NUM_BLOCKS * 160 + 1 :]):
+        with pytest.raises(ValueError, match="outside"):
+            FillCheck(wrong, layer_b, [MEAN])
     with pytest.raises(ValueError, match="whole blocks of 3 rows"):
         FillCheck(made.buffer, [LayerView(0, "a", made.view("a"), 3)], [MEAN])
     with pytest.raises(ValueError, match="flat bytes"):
