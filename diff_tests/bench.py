@@ -10,6 +10,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -71,9 +72,9 @@ def measure_campaign(target: Target, rules: Rules) -> list[Measure]:
     real: list[float] = []
     for batch_index in range(1, NUM_BATCHES + 1):
         scenarios = [generate(SeededChooser(case_seed(batch_index, i)), rules) for i in range(CASES_PER_BATCH)]
-        real.append(_child_seconds(target, lambda scenarios=scenarios: _drain(target, scenarios)))
+        real.append(_child_seconds(target, partial(_drain, target, scenarios)))
         started = time.process_time()
-        child = _child_seconds(target, lambda batch_index=batch_index: _campaign_batch(target, rules, batch_index))
+        child = _child_seconds(target, partial(_campaign_batch, target, rules, batch_index))
         campaign.append(child + time.process_time() - started)
     ratio = median(c / r for c, r in zip(campaign, real, strict=True))
     rate = CASES_PER_BATCH / median(campaign)

@@ -32,6 +32,7 @@ REPEAT_EVERY = 50
 """Each so many cases one runs twice, for law 10; as many again run once more in another process at the end."""
 SAMPLE_FOR_OTHER_PROCESS = 20
 CASES_FOR_OTHER_PROCESS = 1000
+SUMMARY = "summary.json"
 HISTORIES_PER_FAULT = 200
 """Failures of one fault that are saved with both histories; later ones are saved without, they can be run again."""
 
@@ -114,11 +115,15 @@ class Summary:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Makes the run folder and proves that it can be written. Raises OSError."""
+    """Makes the run folder and proves that it can be written. What an earlier run left in it goes: failures of two runs
+    must not mix. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     probe = folder / ".writable"
     probe.write_bytes(b"")
     probe.unlink()
+    if (folder / SUMMARY).exists():
+        for old in (*folder.glob("failures/case-*.json"), *folder.glob("faults/*.yaml"), folder / SUMMARY):
+            old.unlink()
 
 
 class Campaign:
@@ -294,7 +299,7 @@ class Campaign:
 
     def _write_summary(self) -> None:
         document = msgspec.json.format(msgspec.json.encode(self.summary.document()), indent=2)
-        (self.plan.folder / "summary.json").write_bytes(document + b"\n")
+        (self.plan.folder / SUMMARY).write_bytes(document + b"\n")
 
 
 def _is_repeatable(scenario: Scenario) -> bool:

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -154,10 +155,10 @@ def simulate(scenario: Path, as_release: str | None, as_json: bool) -> int:
 @_as_option
 @_json_option
 def run(scenario: Path, vllm: str, connector: str | None, as_release: str | None, as_json: bool) -> int:
-    """Run one scenario through the model and the real vLLM, compare and judge.
+    """Run one scenario on both sides, compare and judge.
 
-    SCENARIO is a scenario file (YAML or JSON), a corpus case, or a failure saved by `fuzz`. Each finding names step,
-    request, group, position and block, and why that block is wrong.
+    The model predicts, the real vLLM runs, the laws judge. SCENARIO is a scenario file (YAML or JSON), a corpus case, or
+    a failure saved by `fuzz`. Each finding names step, request, group, position and block, and why that block is wrong.
     """
     from diff_tests.report import outcome_document, print_outcome
     from diff_tests.run import run_on
@@ -176,11 +177,18 @@ def run(scenario: Path, vllm: str, connector: str | None, as_release: str | None
 @_vllm_option
 @_connector_option
 @_as_option
-@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="Stop after this many minutes.")
-@click.option("--cases", type=click.IntRange(min=1), help="Stop after this many cases. Default: one minute.")
-@click.option("--seed", type=click.IntRange(min=0), help="The same seed gives the same cases. Default: by the clock.")
+@click.option(
+    "--minutes", metavar="M", type=click.FloatRange(min=0, min_open=True), help="Stop after M minutes of cases."
+)
+@click.option(
+    "--cases", metavar="N", type=click.IntRange(min=1), help="Stop after N cases. Default without --minutes: one minute."
+)
+@click.option(
+    "--seed", metavar="S", type=click.IntRange(min=0), help="The same seed gives the same cases. Default: by the clock."
+)
 @click.option(
     "--out",
+    metavar="DIR",
     type=click.Path(path_type=Path),
     help="Run folder. Default: kvoracle-runs/DATE-TIME-fuzz-RELEASE.",
 )
@@ -224,9 +232,8 @@ def fuzz(
     with _Started(vllm, connector, as_release) as (target, info), _Progress(cases, seconds) as progress:
         try:
             summary = _target_errors(lambda: Campaign(plan, target, info).run(progress))
-        except click.ClickException as error:
-            error.message += f"; what was found until then is in {folder}"
-            raise
+        except StartError as error:
+            raise StartError(f"{error.message}; what was found until then is in {folder}") from None
     if as_json:
         _print_json(summary.document())
     else:
@@ -241,9 +248,20 @@ def fuzz(
 @_vllm_option
 @_connector_option
 @_as_option
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="File for the result. Default: standard output.")
 @click.option(
-    "--seconds", type=click.FloatRange(min=0, min_open=True), default=60.0, show_default=True, help="Stop after this."
+    "--output",
+    "-o",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="File for the result. Default: standard output.",
+)
+@click.option(
+    "--seconds",
+    metavar="T",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="Stop after T seconds with the smallest found until then.",
 )
 @_json_option
 def reduce_command(
@@ -292,8 +310,10 @@ def reduce_command(
 
 @cli.command(epilog="kvoracle keep kvoracle-runs/20260101-120000-fuzz-0.29.0/failures/case-000012.json")
 @click.argument("failure", type=click.Path(path_type=Path))
-@click.option("--corpus", type=click.Path(path_type=Path), help="Folder of the corpus. Default: diff_tests/corpus.")
-@click.option("--why", help="Why the case is kept, in a sentence. Default: the finding's own.")
+@click.option(
+    "--corpus", metavar="DIR", type=click.Path(path_type=Path), help="Folder of the corpus. Default: diff_tests/corpus."
+)
+@click.option("--why", metavar="TEXT", help="Why the case is kept, in a sentence. Default: the finding's own.")
 def keep(failure: Path, corpus: Path | None, why: str | None) -> int:
     """Turn a failure saved by `fuzz` into a corpus case.
 
@@ -354,7 +374,9 @@ def replay(paths: tuple[Path, ...], vllm: str, connector: str | None, as_json: b
 @cli.command(epilog="kvoracle bench\nkvoracle bench --only model --json")
 @_vllm_option
 @click.option(
-    "--only", type=click.Choice(["campaign", "model"]), help="One part: campaign speed and cost, or the model's speed."
+    "--only",
+    type=click.Choice(["campaign", "model"]),
+    help="One part: speed and cost of a campaign, or speed of the model.",
 )
 @_json_option
 def bench(vllm: str, only: str | None, as_json: bool) -> int:
@@ -378,7 +400,11 @@ def bench(vllm: str, only: str | None, as_json: bool) -> int:
 
 @cli.group(cls=_Group)
 def vllm() -> None:
-    """Releases in the cache: fetched once, run with this environment's packages."""
+    """List, fetch and delete vLLM releases.
+
+    A release is fetched once into the cache and runs with this environment's packages. The cache is kvoracle below
+    ~/.cache, or where KVORACLE_CACHE says.
+    """
 
 
 @vllm.command(name="list", epilog="kvoracle vllm list --json")
@@ -407,8 +433,8 @@ def vllm_add(releases: tuple[str, ...]) -> int:
     from diff_tests.vllm_target.releases import add, is_cached
 
     for release in releases:
-        was_there = _target_errors(lambda release=release: is_cached(release))
-        folder = _target_errors(lambda release=release: add(release))
+        was_there = is_cached(release)
+        folder = _target_errors(partial(add, release))
         click.echo(f"{release} {'was already in' if was_there else 'is now in'} {folder}")
     return OK
 
@@ -420,7 +446,7 @@ def vllm_remove(releases: tuple[str, ...]) -> int:
     from diff_tests.vllm_target.releases import remove
 
     for release in releases:
-        removed = _target_errors(lambda release=release: remove(release))
+        removed = _target_errors(partial(remove, release))
         click.echo(f"{release} {'removed' if removed else 'was not in the cache'}")
     return OK
 
@@ -432,7 +458,8 @@ def _load(path: Path) -> Scenario:
     """A scenario from any file that holds one. Raises InputError."""
     from diff_tests.loading import load_scenario
 
-    return _reading(path, load_scenario)
+    scenario: Scenario = _reading(path, load_scenario)
+    return scenario
 
 
 def _reading(path: Path, read: Callable[[Path], Any]) -> Any:

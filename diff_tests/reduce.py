@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -194,15 +195,19 @@ def _shrink_spans(scenario: Scenario) -> Iterator[Scenario]:
     spans = dict.fromkeys(span for step in scenario.steps if isinstance(step, Add) for span in step.prompt)
     for span in spans:
         for count in _smaller(span.count, 1):
-            yield _map_spans(scenario, lambda s, span=span, count=count: s._replace(count=count) if s == span else s)
+            yield _map_spans(scenario, partial(_swap, old=span, new=span._replace(count=count)))
         if span.start:
-            yield _map_spans(scenario, lambda s, span=span: s._replace(start=0) if s == span else s)
+            yield _map_spans(scenario, partial(_swap, old=span, new=span._replace(start=0)))
     for i, step in enumerate(scenario.steps):
         if isinstance(step, Add):
             for j, span in enumerate(step.prompt):
                 for count in _smaller(span.count, 1):
                     prompt = (*step.prompt[:j], span._replace(count=count), *step.prompt[j + 1 :])
                     yield _with_step(scenario, i, replace(step, prompt=prompt))
+
+
+def _swap(span: Span, old: Span, new: Span) -> Span:
+    return new if span == old else span
 
 
 def _map_spans(scenario: Scenario, change: Callable[[Span], Span]) -> Scenario:
@@ -272,7 +277,7 @@ def _simplify_kinds(scenario: Scenario) -> Iterator[Scenario]:
 def _reset_group_fields(scenario: Scenario) -> Iterator[Scenario]:
     """Group settings back to their defaults, for all groups together and then for one."""
     for name, default in _defaults(type(scenario.groups[0])).items():
-        yield _map_groups(scenario, lambda group, name=name, default=default: _with_field(group, name, default))
+        yield _map_groups(scenario, partial(_with_field, name=name, default=default))
     for g, group in enumerate(scenario.groups):
         for name, default in _defaults(type(group)).items():
             yield _with_group(scenario, g, _with_field(group, name, default))

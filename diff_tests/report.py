@@ -25,7 +25,7 @@ MOST_SHOWN = 20
 
 def finding_document(judged: Judged) -> dict[str, Any]:
     """A finding as plain data, with the known issue that explains it."""
-    document = msgspec.to_builtins(judged.finding)
+    document: dict[str, Any] = msgspec.to_builtins(judged.finding)
     document["known_issue"] = judged.issue.id if judged.issue is not None else None
     return document
 

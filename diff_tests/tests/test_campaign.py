@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from diff_tests.campaign import REPEAT_EVERY, Campaign, Plan, Summary
+from diff_tests.campaign import REPEAT_EVERY, Campaign, Plan, Summary, prepare_folder
 from diff_tests.coverage import BEHAVIOURS
 from diff_tests.failures import load_failure
 from diff_tests.loading import load_scenario
@@ -91,6 +91,15 @@ def test_a_child_killed_in_the_middle_costs_nothing(target: Target, tmp_path: Pa
     assert summary.num_cases == 60
     assert target.lost - lost_before == summary.lost == 1
     assert summary.verdict == "pass"
+
+
+def test_a_run_folder_holds_one_run(target: Target, tmp_path: Path) -> None:
+    target.defect = "leak_reference"
+    _campaign(target, tmp_path, cases=20).run()
+    (tmp_path / "notes.txt").write_text("mine")
+    assert list(tmp_path.glob("failures/*.json"))
+    prepare_folder(tmp_path)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["notes.txt"]
 
 
 def test_time_is_a_bound(target: Target, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from diff_tests.failures import failure_of
 from diff_tests.loading import load_scenario
 from diff_tests.run import Judged, Outcome, Verdict
 from oracle.findings import Fault, Finding
-from sim.history import Start
+from sim.history import History, Start
 from sim.scenario import ScenarioError, loads
 
 SCENARIO = loads("""
@@ -38,7 +38,7 @@ LATE = Finding(kind="selection", law=4, cause="ends_late", group=0, group_kind="
 
 
 def _outcome(verdict: Verdict, *findings: Finding) -> Outcome:
-    observed = [Start(source="vllm", release="0.29.0")]
+    observed: History = [Start(source="vllm", release="0.29.0")]
     return Outcome(SCENARIO, verdict, observed, None, [Judged(finding) for finding in findings])
 
 

@@ -100,7 +100,7 @@ def test_features_can_be_switched_off() -> None:
 
 
 def test_pools_reach_down_to_the_smallest_and_sometimes_below() -> None:
-    distances = Counter()
+    distances: Counter[str] = Counter()
     for scenario in _cases():
         if scenario.driver == "scheduler":
             difference = scenario.engine.blocks - smallest_pool(scenario, RELEASES[NEWEST])
