@@ -148,6 +148,8 @@ FEATURES: dict[str, Feature] = {
     "resets": Feature(0.25),
     "reused_ids": Feature(0.3),
     "salts": Feature(0.1),
+    "loras": Feature(0.07),
+    "match_unit": Feature(0.1),
 }
 
 
@@ -216,6 +218,7 @@ class _Request:
     prompt: tuple[Span, ...]
     max_tokens: int
     salt: str | None = None
+    lora: str | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -373,6 +376,7 @@ def _make_engine(draft: _Draft) -> Engine:
         long_prefill_token_threshold=threshold,
         dcp=draft.dcp,
         retention_interval=_choose_retention_interval(draft),
+        prefix_match_unit=_choose_match_unit(draft),
         watermark=chooser.one_of((0.1, 0.05, 0.25)) if "watermark" in on else 0.0,
         reserve_full_isl="gate_off" not in on,
     )
@@ -391,6 +395,14 @@ def _choose_retention_interval(draft: _Draft) -> int | None:
         return 0
     sizes = [effective_block_size(group, draft.dcp, draft.rules) for group in draft.groups]
     return math.lcm(*sizes) * draft.chooser.integer(1, 3)
+
+
+def _choose_match_unit(draft: _Draft) -> int | None:
+    """A hash block size that divides every block, where several groups make it matter."""
+    if "match_unit" not in draft.on or len(draft.groups) == 1:
+        return None
+    common = math.gcd(*(effective_block_size(group, draft.dcp, draft.rules) for group in draft.groups))
+    return draft.chooser.one_of([unit for unit in range(1, common + 1) if common % unit == 0])
 
 
 def _make_connector(draft: _Draft) -> Connector | None:
@@ -456,7 +468,8 @@ def _make_requests(draft: _Draft) -> None:
         prompt = _choose_prompt(draft, request_index)
         max_tokens = draft.chooser.one_of((1, 2, 4, draft.chooser.integer(1, 20)))
         salt = draft.chooser.one_of((None, "x", "y")) if "salts" in draft.on else None
-        draft.requests.append(_Request(prompt, max_tokens, salt))
+        lora = draft.chooser.one_of((None, "x", "y")) if "loras" in draft.on else None
+        draft.requests.append(_Request(prompt, max_tokens, salt, lora))
 
 
 def _choose_prompt(draft: _Draft, request_index: int) -> tuple[Span, ...]:
@@ -550,7 +563,9 @@ def _scheduler_steps(draft: _Draft) -> Iterator[AnyStep]:
         name = request_id(request_index)
         if ended and "reused_ids" in on and chooser.flag(0.5):
             name = ended.pop(chooser.integer(0, len(ended) - 1))
-        yield Add(id=name, prompt=request.prompt, max_tokens=request.max_tokens, salt=request.salt)
+        yield Add(
+            id=name, prompt=request.prompt, max_tokens=request.max_tokens, salt=request.salt, lora=request.lora
+        )
         live.append(name)
         if in_burst and chooser.flag(0.6):
             continue
