@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from sim.groups.base import GroupManager, floor_to
+from sim.groups.base import GroupManager, Setting, ceil_div, floor_to
 from sim.request import Request
+from sim.scenario import Mamba
 
 
 class Hits:
@@ -27,13 +28,31 @@ class Hits:
         return not any(self.blocks)
 
 
+class LookupSet:
+    """Cacheable groups of equal specification: a block counts as hit only if all of them have it."""
+
+    def __init__(self, members: Sequence[GroupManager], drops_last_block: bool) -> None:
+        self.members = list(members)
+        self.first = members[0]
+        self.drops_last_block = drops_last_block
+
+    def find(self, request: Request, max_tokens: int, drop_last: bool) -> tuple[list[list[int]], int]:
+        """See GroupManager.lookup."""
+        return self.first.lookup(request, max_tokens, self.members, drop_last)
+
+
 class Coordinator:
     """The groups of a model, in the order of the KV cache config; that order decides which group gets which ID."""
 
-    def __init__(self, managers: Sequence[GroupManager], scheduler_block_size: int) -> None:
+    def __init__(self, managers: Sequence[GroupManager], setting: Setting, dropping: frozenset[int]) -> None:
+        """dropping: the groups whose hits lose their last block, for EAGLE."""
         self.managers = list(managers)
-        self.scheduler_block_size = scheduler_block_size
-        self._sets = _lookup_sets(self.managers)
+        self.setting = setting
+        self.partial_hits = setting.hit_alignment < setting.scheduler_block_size
+        self._sets = _lookup_sets(self.managers, dropping)
+        for lookup_set in self._sets:
+            for member in lookup_set.members:
+                member.drops_last_block = lookup_set.drops_last_block
 
     def no_hits(self) -> Hits:
         """Nothing found."""
@@ -44,53 +63,77 @@ class Coordinator:
         if not self._sets:
             return self.no_hits()
         if len(self.managers) == 1:
-            blocks, num_tokens = self.managers[0].lookup(request, max_tokens, self.managers)
-            return Hits(blocks, num_tokens)
+            (only,) = self._sets
+            return Hits(*only.find(request, max_tokens, only.drops_last_block))
         return self._find_joint_hits(request, max_tokens)
 
     def _find_joint_hits(self, request: Request, max_tokens: int) -> Hits:
-        """Looks the sets up in turn, each under the length the one before left, until a round shortens nothing."""
+        """Looks the sets up in turn, each under the length that the one before left, until a round shortens nothing.
+        Full attention is looked up once: a shorter prefix of its hit is a hit. A set whose last block is dropped looks
+        one block further once, until another shortens the hit."""
         hits = self.no_hits()
-        full_length: dict[int, int] = {}
+        full_lengths: dict[LookupSet, int] = {}
+        dropped: set[LookupSet] = set()
         hit, best = max_tokens, 0
         while True:
             length = hit
-            for set_index, members in enumerate(self._sets):
-                if set_index in full_length:
-                    length = min(length, full_length[set_index])
+            for lookup_set in self._sets:
+                if lookup_set in full_lengths:
+                    length = min(length, full_lengths[lookup_set])
                     continue
-                blocks, length = members[0].lookup(request, length, members)
+                drop_last = lookup_set.drops_last_block and lookup_set not in dropped
+                limit = length
+                if drop_last and not isinstance(lookup_set.first.group, Mamba):
+                    limit = self._limit_with_dropped_block(request, lookup_set.first, length, max_tokens)
+                blocks, found = lookup_set.find(request, limit, drop_last)
+                if drop_last:
+                    dropped.add(lookup_set)
+                elif found < length:
+                    dropped.clear()
+                length = found
                 best = max(best, length)
-                for member, found in zip(members, blocks, strict=True):
-                    hits.blocks[member.index] = found
-                if members[0].full_like:
-                    full_length[set_index] = length
+                for member, member_blocks in zip(lookup_set.members, blocks, strict=True):
+                    hits.blocks[member.index] = member_blocks
+                if lookup_set.first.full_like:
+                    full_lengths[lookup_set] = length
             if length >= hit:
                 break
             hit = length
-            if len(self._sets) == 2 and self._sets[0][0].full_like:
+            if len(self._sets) == 2 and self._sets[0].first.full_like:
                 break  # the second set already looked under the first one's length
-        for members in self._sets:
-            if members[0].full_like:
-                for member in members:
-                    del hits.blocks[member.index][-(-hit // member.block_size) :]  # blocks rounded up
+        for lookup_set in full_lengths:
+            for member in lookup_set.members:
+                del hits.blocks[member.index][ceil_div(hit, member.block_size) :]
         hits.num_tokens = hit
         hits.num_uncached = best - hit
         return hits
 
-    def num_cacheable(self, num_tokens: int) -> int:
-        """How many of `num_tokens` leading tokens may be registered: with several groups, whole scheduler blocks."""
+    def _limit_with_dropped_block(self, request: Request, group: GroupManager, length: int, max_tokens: int) -> int:
+        margin = group.block_size
+        if self.partial_hits and group.finds_partial_hits:
+            margin = min(margin, self.setting.hash_block_size)
+        longest = group.num_hashed(request) if self.setting.rules.dropped_block_may_be_the_last else max_tokens
+        return min(length + margin, longest)
+
+    def num_cacheable(self, num_tokens: int, group: GroupManager) -> int:
+        """How many of `num_tokens` leading tokens the group may register: with several groups whole scheduler blocks
+        (unless hits may end inside), and the block after them where the last block of a hit is dropped."""
         if len(self.managers) == 1:
             return num_tokens
-        return floor_to(num_tokens, self.scheduler_block_size)
+        whole = num_tokens if self.partial_hits else floor_to(num_tokens, self.setting.scheduler_block_size)
+        if group.drops_last_block and whole > 0:
+            return min(num_tokens, whole + group.block_size)
+        return whole
 
 
-def _lookup_sets(managers: Sequence[GroupManager]) -> list[list[GroupManager]]:
-    """Cacheable groups of equal specification are looked up together; full attention comes first."""
-    sets: dict[object, list[GroupManager]] = {}
+def _lookup_sets(managers: Sequence[GroupManager], dropping: frozenset[int]) -> list[LookupSet]:
+    """Sets in order of first appearance; full attention comes first. One member that drops makes all drop."""
+    by_spec: dict[object, list[GroupManager]] = {}
     for manager in managers:
         if manager.prefix_cacheable:
             # How many layers share a table, and how kernels split its blocks, is not part of the specification.
-            spec = msgspec.structs.replace(manager.group, layers=1, kernel_block=None)
-            sets.setdefault(spec, []).append(manager)
-    return sorted(sets.values(), key=lambda members: not members[0].full_like)
+            draft = manager.group.draft and manager.setting.rules.draft_is_part_of_spec
+            spec = msgspec.structs.replace(manager.group, layers=1, kernel_block=None, draft=draft)
+            by_spec.setdefault(spec, []).append(manager)
+    sets = [LookupSet(members, any(member.index in dropping for member in members)) for members in by_spec.values()]
+    return sorted(sets, key=lambda lookup_set: not lookup_set.first.full_like)

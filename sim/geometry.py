@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from sim.releases import Rules
-from sim.scenario import MLA, AnyGroup, Circular, Full, Mamba, Scenario
+from sim.scenario import MLA, RSWA, AnyGroup, Circular, Cross, Full, Mamba, Scenario, SlidingWindowMLA
 
-FULL_LIKE = (Full, MLA)
+FULL_LIKE = (Full, MLA, RSWA)
 
 
 def is_dcp_sharded(group: AnyGroup, rules: Rules) -> bool:
@@ -24,7 +24,9 @@ def effective_block_size(group: AnyGroup, dcp: int, rules: Rules) -> int:
 
 def is_prefix_cacheable(group: AnyGroup) -> bool:
     """Whether the group takes part in the prefix cache at all."""
-    return not isinstance(group, Circular)
+    if isinstance(group, SlidingWindowMLA):
+        return not group.bounded_replay
+    return not isinstance(group, (Circular, Cross))
 
 
 def block_sizes(scenario: Scenario, rules: Rules) -> tuple[int, int]:
@@ -42,3 +44,23 @@ def block_sizes(scenario: Scenario, rules: Rules) -> tuple[int, int]:
         return scheduler_size, scenario.engine.prefix_match_unit
     hashed = [size for group, size in zip(scenario.groups, sizes, strict=True) if is_prefix_cacheable(group)] or sizes
     return scheduler_size, math.gcd(*hashed)
+
+
+def has_partial_hits(scenario: Scenario, rules: Rules) -> bool:
+    """Whether hits may end inside a block: some Mamba group of mode `align` is coarser than the hashes, and every group
+    that is not at the hash block size can look inside its blocks."""
+    groups, dcp = scenario.groups, scenario.engine.dcp
+    if not scenario.engine.prefix_caching or len(groups) < 2:
+        return False
+    hash_size = block_sizes(scenario, rules)[1]
+    some_coarse_state = any(
+        isinstance(group, Mamba)
+        and group.mode == "align"
+        and (group.block > hash_size or (dcp > 1 and group.block == hash_size))
+        for group in groups
+    )
+    return some_coarse_state and all(
+        effective_block_size(group, dcp, rules) == hash_size or isinstance(group, (*FULL_LIKE, Mamba))
+        for group in groups
+        if is_prefix_cacheable(group)
+    )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from sim.coordinator import Coordinator, Hits
-from sim.geometry import block_sizes, effective_block_size
+from sim.geometry import block_sizes, effective_block_size, has_partial_hits
 from sim.groups import manager_for
-from sim.groups.base import Setting
+from sim.groups.base import Room, Setting, ceil_div
+from sim.groups.mamba import MambaAlignManager
 from sim.pool import BlockPool
 from sim.prefix import PrefixIndex
 from sim.releases import Rules
 from sim.request import Request, Status
-from sim.scenario import Mamba, Scenario
+from sim.scenario import Cross, Mamba, Scenario
 
 
 class KVCacheManager:
@@ -24,25 +25,39 @@ class KVCacheManager:
         self.max_model_len = engine.max_model_len
         self.num_watermark_blocks = int(engine.watermark * engine.blocks)  # rounded down
         self.pool = BlockPool(engine.blocks, engine.prefix_caching)
-        self.prefixes = PrefixIndex(hash_block_size)
-        setting = Setting(
+        if engine.kv_events:
+            self.pool.events = []
+        lookahead = hash_lookahead(scenario, rules)
+        self.prefixes = PrefixIndex(hash_block_size, lookahead)
+        dropping = dropping_groups(scenario, rules, lookahead)
+        self.setting = Setting(
             pool=self.pool,
             rules=rules,
             num_groups=len(scenario.groups),
+            scheduler_block_size=self.scheduler_block_size,
             hash_block_size=hash_block_size,
-            hit_alignment=self.scheduler_block_size,
+            hit_alignment=hash_block_size if has_partial_hits(scenario, rules) else self.scheduler_block_size,
             retention_interval=engine.retention_interval,
             max_model_len=engine.max_model_len,
             max_in_flight_tokens=engine.max_num_batched_tokens * (2 if engine.async_scheduling else 1),
             zeroes_new_blocks=needs_zeroing(scenario),
+            drops_last_block=bool(dropping),
+            hash_lookahead=lookahead,
         )
         self.groups = [
-            manager_for(group, index, effective_block_size(group, engine.dcp, rules), setting)
+            manager_for(group, index, effective_block_size(group, engine.dcp, rules), self.setting)
             for index, group in enumerate(scenario.groups)
         ]
-        self.coordinator = Coordinator(self.groups, self.scheduler_block_size)
+        self.coordinator = Coordinator(self.groups, self.setting, dropping)
         self.no_hits = self.coordinator.no_hits()
         self._cached_groups = [g for g in self.groups if g.prefix_cacheable] if self.caching else []
+        self._stepped_groups = [g for g in self.groups if isinstance(g, MambaAlignManager)]
+        self._cross_groups = {g.index for g in self.groups if isinstance(g.group, Cross)}
+
+    def new_step(self) -> None:
+        """A call of the scheduler begins."""
+        for group in self._stepped_groups:
+            group.new_step()
 
     def extend_prefixes(self, request: Request) -> None:
         """Gives numbers to the request's whole hash blocks that have none yet."""
@@ -51,7 +66,7 @@ class KVCacheManager:
 
     def computed_blocks(self, request: Request) -> Hits:
         """Local hits; the last token is always computed anew."""
-        if not self.caching:
+        if not self.caching or request.skips_cache:
             return self.no_hits
         hits = self.coordinator.find_hits(request, len(request.tokens) - 1)
         request.shared_prefix_boundary = hits.num_tokens + hits.num_uncached if hits.num_uncached else 0
@@ -63,65 +78,94 @@ class KVCacheManager:
         num_new: int,
         hits: Hits | None = None,
         num_external: int = 0,
+        num_lookahead: int = 0,
+        num_reserved: int = 0,
         gate: bool = False,
         others_running: bool = False,
+        loads_later: bool = False,
     ) -> bool:
         """Makes room for `num_new` tokens after the computed, hit and external ones. False: they do not fit now.
 
-        gate: also ask that the whole request would fit. others_running: the watermark of free blocks is kept.
+        num_lookahead: slots for drafted tokens. num_reserved: free blocks that are spoken for. gate: also ask that the
+        whole request would fit. others_running: the watermark of free blocks is kept. loads_later: the external tokens
+        arrive after this step, so nothing is cached yet.
         """
         hits = hits or self.no_hits
         num_local = request.num_computed + hits.num_tokens
         num_total = min(num_local + num_external, self.max_model_len)
         num_kept_free = self.num_watermark_blocks if others_running and request.status != Status.RUNNING else 0
+        prefill_end = request.prefill_end
 
         if gate:
             whole = min(len(request.tokens), self.max_model_len)
-            if self._blocks_needed(request, whole, hits, num_total, num_local, True) + num_kept_free > self.pool.num_free:
+            room = Room(whole, whole, num_total, num_local, self._checkpoint_end(prefill_end), True)
+            if self._blocks_needed(request, room, hits) + num_kept_free > self.pool.num_free:
                 return False
 
         for group in self.groups:  # also when the rest does not fit
-            group.release_skipped(request, num_total)
+            group.release_skipped(request, max(0, num_total - request.num_in_flight))
 
-        num_tokens = min(num_total + num_new, self.max_model_len)
-        num_needed = self._blocks_needed(request, num_tokens, hits, num_local + num_external, num_local, False)
-        if num_needed + num_kept_free > self.pool.num_free:
+        num_main = num_total + num_new
+        num_tokens = min(num_main + num_lookahead, self.max_model_len)
+        end = self._checkpoint_end(prefill_end)
+        room = Room(num_tokens, num_main, num_local + num_external, num_local, end, False)
+        if self._blocks_needed(request, room, hits) + num_kept_free > self.pool.num_free - num_reserved:
             return False
 
-        if not hits.is_empty or num_external > 0:
-            self._admit(request, hits, num_local, num_external)
+        if (not hits.is_empty or num_external > 0) and not any(t is not None for t in request.tracked):
+            self._admit(request, hits, num_local, num_external, zeroed=not loads_later)
         for group in self.groups:
-            group.allocate(request, num_tokens)
-        self._cache(request, min(num_total + num_new, len(request.tokens)))
-        request.quiet_until = min(group.quiet_until(request, num_tokens, num_total) for group in self.groups)
+            slots = request.num_encoder_tokens if group.index in self._cross_groups else num_tokens
+            group.allocate(request, slots, num_main)
+        request.quiet_until = 0
+        if not loads_later:
+            num_cached = min(num_main, len(request.tokens))
+            self.cache(request, num_cached)
+            if request.num_in_flight == 0:  # else skipped blocks may be due before the tokens grow
+                quiet = min(group.quiet_until(request, num_main, num_total) for group in self.groups)
+                request.quiet_until = quiet - num_lookahead
         return True
 
-    def _blocks_needed(
-        self, request: Request, num_tokens: int, hits: Hits, num_total: int, num_local: int, at_gate: bool
-    ) -> int:
-        return sum(
-            group.blocks_needed(request, num_tokens, hits.blocks[group.index], num_total, num_local, at_gate)
-            for group in self.groups
-        )
+    def _checkpoint_end(self, prefill_end: int) -> int:
+        """Only sparse retention limits checkpoints to the end of a prefill."""
+        return prefill_end if self.setting.retention_interval == 0 else 0
 
-    def _admit(self, request: Request, hits: Hits, num_local: int, num_external: int) -> None:
+    def _blocks_needed(self, request: Request, room: Room, hits: Hits) -> int:
+        needed = 0
+        for group in self.groups:
+            if group.index in self._cross_groups:
+                needed += group.blocks_needed(request, room._replace(num_tokens=request.num_encoder_tokens), [])
+            else:
+                needed += group.blocks_needed(request, room, hits.blocks[group.index])
+        return needed
+
+    def blocks_to_finish_prefill(self, request: Request, num_more: int) -> int:
+        """Blocks that a request in its load or prefill still needs for all its tokens and `num_more`."""
+        whole = min(len(request.tokens), self.max_model_len)
+        room = Room(whole + num_more, whole, request.num_computed, request.num_computed, request.prefill_end, True)
+        return self._blocks_needed(request, room, self.no_hits)
+
+    def blocks_for_tokens(self, num_tokens: int) -> int:
+        """Blocks that so many tokens take in all groups but Mamba's."""
+        return sum(ceil_div(num_tokens, group.block_size) for group in self.groups if not isinstance(group.group, Mamba))
+
+    def _admit(self, request: Request, hits: Hits, num_local: int, num_external: int, zeroed: bool) -> None:
         """All groups hold their hits before any takes a block, so that none evicts another's hit."""
         for group in self.groups:
             group.add_local(request, hits.blocks[group.index], num_local, num_external)
         if num_external > 0:
             for group in self.groups:
-                group.add_external(request, num_local, num_external)
+                group.add_external(request, num_local, num_external, zeroed)
 
-    def _cache(self, request: Request, num_tokens: int) -> None:
-        if self._cached_groups:
-            num_cacheable = self.coordinator.num_cacheable(num_tokens)
-            for group in self._cached_groups:
-                group.cache(request, num_cacheable)
+    def cache(self, request: Request, num_tokens: int) -> None:
+        """Registers what the first `num_tokens` tokens allow."""
+        for group in self._cached_groups:
+            group.cache(request, self.coordinator.num_cacheable(num_tokens, group))
 
     def release_skipped(self, request: Request) -> None:
-        """Lets go of what the request's computed tokens no longer need."""
+        """Lets go of what the request's computed and processed tokens no longer need."""
         for group in self.groups:
-            group.release_skipped(request, request.num_computed)
+            group.release_skipped(request, max(0, request.num_computed - request.num_in_flight))
 
     def free(self, request: Request) -> None:
         """Frees the request's tables, group by group."""
@@ -129,14 +173,26 @@ class KVCacheManager:
             group.free(request)
         request.quiet_until = 0
 
+    def pop(self, request: Request) -> list[int]:
+        """Forgets the request; its blocks, in one list, wait to be released."""
+        request.quiet_until = 0
+        return [block_id for group in self.groups for block_id in group.pop(request)]
+
     def drain_zeroed(self) -> list[int]:
         """Block IDs taken since the last call that the worker has to zero, group by group."""
         zeroed: list[int] = []
         for group in self.groups:
-            if group.to_zero:
-                zeroed += group.to_zero
-                group.to_zero.clear()
-        return zeroed
+            zeroed += group.to_zero
+            group.to_zero.clear()
+        return zeroed if self.setting.zeroes_new_blocks else []
+
+    def drain_copies(self) -> list[tuple[int, int]]:
+        """(source, target) blocks that the worker has to copy in this step, group by group."""
+        copies: list[tuple[int, int]] = []
+        for group in self.groups:
+            copies += group.copies
+            group.copies.clear()
+        return copies
 
 
 def needs_zeroing(scenario: Scenario) -> bool:
@@ -144,4 +200,24 @@ def needs_zeroing(scenario: Scenario) -> bool:
     may be misread as each other."""
     if any(isinstance(group, Mamba) for group in scenario.groups):
         return True
-    return len({group.dtype for group in scenario.groups if not isinstance(group, Mamba)}) > 1
+    return len({group.dtype for group in scenario.groups}) > 1
+
+
+def hash_lookahead(scenario: Scenario, rules: Rules) -> int:
+    """Tokens after a hash block that its key covers: the speculator of EAGLE has seen the next one."""
+    speculative = scenario.engine.speculative
+    if speculative is None or speculative.method != "eagle" or not rules.hashes_look_ahead_for_eagle:
+        return 0
+    return 1 if scenario.engine.prefix_caching and scenario.connector is None else 0
+
+
+def dropping_groups(scenario: Scenario, rules: Rules, lookahead: int) -> frozenset[int]:
+    """The groups whose hits lose their last block: a speculator's own, or all if none is marked."""
+    speculative = scenario.engine.speculative
+    eagle = speculative is not None and speculative.method == "eagle"
+    marked = frozenset(index for index, group in enumerate(scenario.groups) if group.draft)
+    if eagle and not marked:
+        marked = frozenset(range(len(scenario.groups)))
+    if lookahead or (rules.marked_groups_drop_only_with_eagle and not eagle):
+        return frozenset()
+    return marked

@@ -12,8 +12,16 @@ from collections.abc import Iterable, Sequence
 NULL = 0
 
 
-class OutOfBlocksError(ValueError):
-    """More blocks were taken than are free. vLLM raises ValueError here; nothing is taken."""
+class PredictedError(Exception):
+    """vLLM raises an exception of type `vllm_type` here."""
+
+    vllm_type = "AssertionError"
+
+
+class OutOfBlocksError(PredictedError):
+    """More blocks were taken than are free; nothing is taken."""
+
+    vllm_type = "ValueError"
 
 
 class BlockPool:
@@ -34,6 +42,8 @@ class BlockPool:
         self._keyed: OrderedDict[int, None] = OrderedDict()
         self._primary: dict[int, int] = {}
         self._secondary: dict[int, list[int]] = {}
+        self._key_lengths: dict[int, int] = {}
+        self.events: list[tuple[str, int]] | None = None  # (stored | removed | cleared, key), where they are recorded
 
     # -- queue ---------------------------------------------------------------------------------------------------------
 
@@ -93,40 +103,94 @@ class BlockPool:
             self.refs[block_id] += 1
             self.version += 1
 
+    def hold(self, block_id: int) -> None:
+        """One more reference to a block that is held already."""
+        assert self.refs[block_id] > 0
+        self.refs[block_id] += 1
+        self.version += 1
+
     # -- keys ----------------------------------------------------------------------------------------------------------
 
-    def lookup(self, key: int) -> int | None:
-        """The block linked earliest to the key, or None."""
-        holders = self.links.get(key)
-        return holders[0] if holders else None
+    def lookup_all(self, keys: Sequence[int]) -> list[int] | None:
+        """The block linked earliest to each key, or None if any key has none."""
+        block_ids = []
+        for key in keys:
+            holders = self.links.get(key)
+            if holders is None:
+                return None
+            block_ids.append(holders[0])
+        return block_ids
 
     def primary_key(self, block_id: int) -> int | None:
         """The first key the block was given, or None."""
         return self._primary.get(block_id)
 
-    def insert(self, key: int, block_id: int) -> None:
-        """Links the block to the key, as its primary key if it has none, else as a secondary one. No-op if linked."""
+    def key_length(self, block_id: int) -> int | None:
+        """Tokens in the prefix that the block's primary key stands for, or None without a key."""
+        return self._key_lengths.get(block_id)
+
+    def link(self, key: int, block_id: int, num_tokens: int) -> None:
+        """Links the block to the key of a prefix of `num_tokens` tokens: as its primary key if it has none, else as a
+        secondary one. Nothing happens if it is linked already."""
         holders = self.links.setdefault(key, [])
         if block_id in holders:
             return
         holders.append(block_id)
         self.version += 1
+        if self.events is not None:
+            self.events.append(("stored", key))
         if block_id in self._primary:
             self._secondary.setdefault(block_id, []).append(key)
         else:
             self._primary[block_id] = key
+            self._key_lengths[block_id] = num_tokens
+
+    def link_full(self, key: int, block_id: int, num_tokens: int) -> None:
+        """Links a block that is full now; keys of shorter prefixes, which it had while it filled, go."""
+        primary = self._primary.get(block_id)
+        if primary is not None and primary != key:
+            self.drop_keys(block_id)
+        self.link(key, block_id, num_tokens)
+
+    def link_partial(self, key: int, block_id: int, num_tokens: int) -> None:
+        """Links a block to a prefix that ends inside it; keys of shorter prefixes go."""
+        if block_id in self.links.get(key, ()):
+            return
+        length = self._key_lengths.get(block_id)
+        if length is not None and length < num_tokens:
+            self.drop_keys(block_id)
+        self.link(key, block_id, num_tokens)
+
+    def move_keys(self, source: int, target: int) -> None:
+        """Hands all keys of `source` to `target`, which has none; each goes to the end of its key's links."""
+        primary = self._primary.pop(source, None)
+        if primary is None:
+            return
+        assert target not in self._primary
+        self.version += 1
+        secondary = self._secondary.pop(source, [])
+        self._primary[target] = primary
+        self._key_lengths[target] = self._key_lengths.pop(source)
+        if secondary:
+            self._secondary[target] = secondary
+        for key in (primary, *secondary):
+            self.links[key].remove(source)
+            self.links[key].append(target)
 
     def drop_keys(self, block_id: int) -> None:
         """Unlinks the block from all its keys. References and queue stay."""
         primary = self._primary.pop(block_id, None)
         if primary is None:
             return
+        del self._key_lengths[block_id]
         self.version += 1
         for key in (primary, *self._secondary.pop(block_id, ())):
             holders = self.links[key]
             holders.remove(block_id)
             if not holders:
                 del self.links[key]
+            if self.events is not None:
+                self.events.append(("removed", key))
 
     def reset(self) -> bool:
         """Forgets all keys if no block is held; the queue keeps its order. Returns whether it did."""
@@ -136,6 +200,9 @@ class BlockPool:
         self.links.clear()
         self._primary.clear()
         self._secondary.clear()
+        self._key_lengths.clear()
+        if self.events is not None:
+            self.events.append(("cleared", 0))
         return True
 
     def num_evictable(self, block_ids: Sequence[int]) -> int:

@@ -53,6 +53,8 @@ class Engine(_Value, frozen=True, kw_only=True):
     max_num_batched_tokens: Count = 8192
     chunked_prefill: bool = True
     long_prefill_token_threshold: Natural = 0
+    long_prefill_adaptive: bool = False
+    prefill_schedule_interval: Count = 1
     policy: Literal["fcfs", "priority"] = "fcfs"
     async_scheduling: bool = False
     dcp: Count = 1
@@ -110,6 +112,14 @@ class RSWA(Group, frozen=True, kw_only=True, tag="rswa"):
     window: Count
 
 
+class SlidingWindowMLA(Group, frozen=True, kw_only=True, tag="sliding_window_mla"):
+    """Sliding window attention with MLA's cache format. With `bounded_replay` it is not cached: the last `window` tokens
+    before the end of a hit are computed anew."""
+
+    window: Count
+    bounded_replay: bool = False
+
+
 class ChunkedLocal(Group, frozen=True, kw_only=True, tag="chunked_local"):
     """Attention within chunks of `chunk` tokens."""
 
@@ -117,11 +127,13 @@ class ChunkedLocal(Group, frozen=True, kw_only=True, tag="chunked_local"):
 
 
 class Mamba(Group, frozen=True, kw_only=True, tag="mamba"):
-    """A state-space group: a block holds a state, not tokens."""
+    """A state-space group: a block holds a state, not tokens. `checkpoint_blocks` reserves blocks for a state inside a
+    prefill step, at positions `checkpoint_alignment` tokens apart from the step's start."""
 
     mode: Literal["none", "align", "all"] = "none"
     speculative_blocks: Natural = 0
     checkpoint_blocks: Natural = 0
+    checkpoint_alignment: Count | None = None
 
 
 class Circular(Group, frozen=True, kw_only=True, tag="circular"):
@@ -132,7 +144,7 @@ class Cross(Group, frozen=True, kw_only=True, tag="cross"):
     """Cross attention over encoder tokens."""
 
 
-AnyGroup = Full | MLA | SlidingWindow | RSWA | ChunkedLocal | Mamba | Circular | Cross
+AnyGroup = Full | MLA | SlidingWindow | SlidingWindowMLA | RSWA | ChunkedLocal | Mamba | Circular | Cross
 
 
 class Span(NamedTuple):
@@ -144,7 +156,8 @@ class Span(NamedTuple):
 
 
 class Add(_Value, frozen=True, kw_only=True):
-    """A request arrives. `external` and `load` speak to the scripted connector only."""
+    """A request arrives. `external` and `load` speak to the scripted connector only; with `skip_cache` it does not read
+    the prefix cache, as requests for prompt log probabilities do not."""
 
     id: Name
     prompt: tuple[Span, ...]
@@ -152,6 +165,7 @@ class Add(_Value, frozen=True, kw_only=True):
     priority: int = 0
     salt: str | None = None
     lora: str | None = None
+    skip_cache: bool = False
     external: Natural | None = None
     load: Literal["sync", "async"] | None = None
 
@@ -205,6 +219,12 @@ class ResetPrefixCache(_Value, frozen=True, kw_only=True):
     running: bool = False
 
 
+class Pause(_Value, frozen=True, kw_only=True):
+    """The engine stops admitting new requests (`new`), stops altogether (`all`), or goes on (`none`)."""
+
+    what: Literal["none", "new", "all"]
+
+
 class LoadDone(_Value, frozen=True, kw_only=True):
     """The asynchronous load of request `id` has arrived (scripted connector)."""
 
@@ -218,7 +238,7 @@ class LoadFailed(_Value, frozen=True, kw_only=True):
     from_block: Natural = 0
 
 
-AnyStep = Add | Direct | Step | Schedule | Update | Run | Abort | ResetPrefixCache | LoadDone | LoadFailed
+AnyStep = Add | Direct | Step | Schedule | Update | Run | Abort | ResetPrefixCache | Pause | LoadDone | LoadFailed
 
 STALL_STEPS = 3
 
@@ -246,6 +266,7 @@ _STEP_TYPES: dict[str, tuple[type[Any], str | None]] = {
     "run": (Run, "limit"),
     "abort": (Abort, "id"),
     "reset_prefix_cache": (ResetPrefixCache, None),
+    "pause": (Pause, "what"),
     "load_done": (LoadDone, "id"),
     "load_failed": (LoadFailed, None),
 }

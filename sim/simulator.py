@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 from sim.connector import ConnectorRule
@@ -20,26 +21,30 @@ from sim.history import (
     Updated,
     is_pool_read,
 )
-from sim.pool import OutOfBlocksError
+from sim.pool import PredictedError
 from sim.refusals import refusal
 from sim.releases import NEWEST, Rules, rules_of
-from sim.scenario import STALL_STEPS, Abort, Add, ResetPrefixCache, Run, Scenario, ScenarioError, Step
+from sim.scenario import (
+    STALL_STEPS,
+    Abort,
+    Add,
+    AnyStep,
+    LoadDone,
+    Pause,
+    ResetPrefixCache,
+    Run,
+    Scenario,
+    ScenarioError,
+    Schedule,
+    Step,
+    Update,
+)
 from sim.scheduler import Plan, Scheduler
 
-SEES = ("tables", "free", "refs", "keys")
+SEES = ("tables", "free", "refs", "keys", "deferred")
 
 
 # Engine settings that the model knows one value of.
-_ONLY = {"policy": "fcfs", "async_scheduling": False, "speculative": None}
-
-
-def _check_modelled(scenario: Scenario) -> None:
-    """Raises ScenarioError for a setting that the model would otherwise silently ignore."""
-    for name, value in _ONLY.items():
-        if getattr(scenario.engine, name) != value:
-            raise ScenarioError(f"$.engine.{name}", f"only {value!r} is modelled")
-
-
 class Simulator:
     """The model of one scenario. `step` gives the next record of the history; `history` all of them.
 
@@ -50,13 +55,16 @@ class Simulator:
     def __init__(self, scenario: Scenario, rules: Rules | None = None, connector: ConnectorRule | None = None) -> None:
         self.scenario = scenario
         self.rules = rules or rules_of(NEWEST)
-        _check_modelled(scenario)
         self.refusal = refusal(scenario, self.rules)
         if self.refusal is None:
             self.scheduler = Scheduler(scenario, self.rules, connector)
             self.pool = self.scheduler.kv.pool
         self._step_number = 0
+        self._phase = "add"
+        self._in_flight: deque[tuple[int, Plan]] = deque()
+        self._max_left_in_flight = 1 if scenario.engine.async_scheduling else 0
         self._sent_version = -1
+        self._sent_deferred: list[list[int]] | None = None
         self._records = self._run()
 
     def step(self) -> Record | None:
@@ -76,17 +84,43 @@ class Simulator:
         yield self._start()
         try:
             for step in self.scenario.steps:
-                if isinstance(step, Add):
-                    self.scheduler.add(step)
-                elif isinstance(step, Step):
-                    for _ in range(step.count):
-                        yield from self._engine_step()
-                elif isinstance(step, Run):
-                    yield from self._run_until_idle(step.limit)
-                else:
-                    yield self._act(step)
-        except OutOfBlocksError as error:
-            yield Failure(step=self._step_number, type="ValueError", phase="schedule", message=str(error))
+                self._phase = "add" if isinstance(step, Add) else "action"
+                yield from self._do(step)
+        except PredictedError as error:
+            yield Failure(step=self._step_number, type=error.vllm_type, phase=self._phase, message=str(error))
+
+    def _do(self, step: AnyStep) -> Iterator[Record]:
+        match step:
+            case Add():
+                self.scheduler.add(step)
+            case Step(count=count):
+                for _ in range(count):
+                    yield from self._engine_step()
+            case Schedule(count=count):
+                for _ in range(count):
+                    yield self._schedule()
+            case Update(count=count):
+                for _ in range(min(count, len(self._in_flight))):
+                    yield self._update()
+            case Run(limit=limit):
+                yield from self._run_until_idle(limit)
+            case Abort(id=request_id):
+                yield self._acted("abort", request_id, "done" if self.scheduler.abort(request_id) else "gone")
+            case ResetPrefixCache(running=running):
+                done = self.scheduler.reset_prefix_cache(running)
+                yield self._acted("reset_prefix_cache", None, "done" if done else "refused")
+            case Pause(what=what):
+                self.scheduler.paused = what
+            case LoadDone(id=request_id):
+                self.scheduler.load_arrived(request_id)
+            case _:
+                raise ScenarioError("$.steps", f"steps of type {type(step).__name__} are not modelled")
+
+    def _engine_step(self) -> Iterator[Scheduled | Updated]:
+        """A synchronous engine processes a step's output at once, an asynchronous one after scheduling the next."""
+        yield self._schedule()
+        while len(self._in_flight) > self._max_left_in_flight:
+            yield self._update()
 
     def _run_until_idle(self, limit: int) -> Iterator[Record]:
         num_empty = 0
@@ -94,39 +128,41 @@ class Simulator:
         for _ in range(limit):
             if not self.scheduler.has_unfinished:
                 break
-            scheduled, updated = self._engine_step()
-            yield scheduled
-            yield updated
-            num_empty = 0 if scheduled.scheduled else num_empty + 1
+            for record in self._engine_step():
+                yield record
+                if isinstance(record, Scheduled):
+                    num_empty = 0 if record.scheduled else num_empty + 1
             if num_empty == STALL_STEPS:
                 result = "stalled"
                 break
         else:
             if self.scheduler.has_unfinished:
                 result = "limit"
-        yield Acted(step=self._step_number, action="run", result=result)
+        while self._in_flight:
+            yield self._update()
+        yield self._acted("run", None, result)
 
-    def _engine_step(self) -> tuple[Scheduled, Updated]:
+    def _schedule(self) -> Scheduled:
         self._step_number += 1
+        self._phase = "schedule"
         plan = self.scheduler.schedule()
-        scheduled = self._scheduled_record(plan)
-        finished, new_tokens = self.scheduler.update(plan)
-        updated = Updated(step=self._step_number, finished=finished, new_tokens=new_tokens)
-        if finished:
-            updated.tables = self._tables()
-        self._add_state(updated)
-        return scheduled, updated
+        self._in_flight.append((self._step_number, plan))
+        return self._scheduled_record(plan)
 
-    def _act(self, step: object) -> Acted:
-        if isinstance(step, Abort):
-            done = self.scheduler.abort(step.id)
-            record = Acted(step=self._step_number, action="abort", request=step.id, result="done" if done else "gone")
-        elif isinstance(step, ResetPrefixCache):
-            done = self.scheduler.reset_prefix_cache(step.running)
-            record = Acted(step=self._step_number, action="reset_prefix_cache", result="done" if done else "refused")
-        else:
-            raise ScenarioError("$.steps", f"steps of type {type(step).__name__} are not modelled")
-        record.tables = self._tables()
+    def _update(self) -> Updated:
+        number, plan = self._in_flight.popleft()
+        self._phase = "update"
+        finished, new_tokens = self.scheduler.update(plan)
+        record = Updated(step=number, finished=finished, new_tokens=new_tokens, events=self._events())
+        if finished:
+            record.tables = self._tables()
+        self._add_state(record)
+        return record
+
+    def _acted(self, action: str, request_id: str | None, result: str) -> Acted:
+        record = Acted(step=self._step_number, action=action, request=request_id, result=result)
+        if action != "run":
+            record.tables = self._tables()
         self._add_state(record)
         return record
 
@@ -163,7 +199,8 @@ class Simulator:
             preempted=sorted(plan.preempted),
             hits=plan.hits,
             external=plan.external,
-            zeroed=self.scheduler.kv.drain_zeroed(),
+            zeroed=plan.zeroed,
+            copies=plan.copies,
             asked=plan.asked if self.scenario.connector else None,
             tables=self._tables(),
         )
@@ -171,15 +208,33 @@ class Simulator:
         return record
 
     def _tables(self) -> Tables:
-        return {request.id: [table.copy() for table in request.tables] for request in self.scheduler.running}
+        return {request.id: [table.copy() for table in request.tables] for request in self.scheduler.holders()}
 
     def _add_state(self, record: StateRecord) -> None:
-        if self.pool.version == self._sent_version or not is_pool_read(self.pool.num_blocks, record):
+        if not is_pool_read(self.pool.num_blocks, record):
+            return
+        deferred = [blocks.copy() for _, blocks in self.scheduler.deferred]
+        if deferred != self._sent_deferred:
+            self._sent_deferred = record.deferred = deferred
+        if self.pool.version == self._sent_version:
             return
         self._sent_version = self.pool.version
         record.free = self.pool.free_order()
         record.refs = self.pool.refs.copy()
         record.keys = self._cached_keys()
+
+    def _events(self) -> list[tuple[str, int, int, int]] | None:
+        """KV events since the last call, as (kind, group, request index, tokens), in no particular order."""
+        if self.pool.events is None:
+            return None
+        num_groups = len(self.scenario.groups)
+        owners = self.scheduler.kv.prefixes.first_owners
+        events = [
+            (kind, -1, -1, -1) if kind == "cleared" else (kind, key % num_groups, *owners[key // num_groups])
+            for kind, key in self.pool.events
+        ]
+        self.pool.events.clear()
+        return sorted(events)
 
     def _cached_keys(self) -> list[CachedKey]:
         num_groups = len(self.scenario.groups)

@@ -16,9 +16,6 @@ from sim.manager import needs_zeroing
 from sim.releases import Rules
 from sim.scenario import AnyGroup, Circular, Mamba, Scenario
 
-_NO_STARTUP_FILL = frozenset({"0.29.0", "0.30.0"})
-"""Releases before the `startup_fill` option; they ignore it and fill every request."""
-
 _DEFAULT_MEAN = 0.015
 
 
@@ -27,7 +24,8 @@ class DecodeBenchRule:
 
     requires_kv_delivery = True
 
-    def __init__(self) -> None:
+    def __init__(self, restores_windows: bool) -> None:
+        self.restores_windows = restores_windows
         self._given: set[str] = set()
 
     def matched(self, request_id: str, num_tokens: int, num_local: int) -> tuple[int | None, bool]:
@@ -56,11 +54,12 @@ class DecodeBench:
 
     def __init__(self, scenario: Scenario, rules: Rules) -> None:
         extra = scenario.connector.extra if scenario.connector else {}
+        self._restores_windows = rules.decode_bench_restores_windows
         self._groups = scenario.groups
         self._num_blocks = scenario.engine.blocks
         self._block_sizes = [effective_block_size(group, scenario.engine.dcp, rules) for group in scenario.groups]
         self._filled_at_startup = [False] * len(scenario.groups)
-        if extra.get("startup_fill") and rules.release not in _NO_STARTUP_FILL:
+        if extra.get("startup_fill") and rules.decode_bench_fills_at_startup:
             zeroing = needs_zeroing(scenario)
             self._filled_at_startup = [_keeps_startup_fill(group, zeroing) for group in scenario.groups]
         mean, std = float(extra.get("fill_mean", _DEFAULT_MEAN)), float(extra.get("fill_std", 0.0))
@@ -68,7 +67,7 @@ class DecodeBench:
 
     def rule(self) -> DecodeBenchRule:
         """The connector's answers, for one run of the model."""
-        return DecodeBenchRule()
+        return DecodeBenchRule(self._restores_windows)
 
     def loads(self, tables: Sequence[Sequence[int]], num_local: int, num_external: int) -> list[list[int]]:
         """Per group the blocks of the external tokens that it keeps; nothing where the start-up fill did it."""

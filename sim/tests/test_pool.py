@@ -26,8 +26,8 @@ def test_taking_too_many_takes_nothing():
 def test_keyless_blocks_go_to_the_head_as_one_run_and_keyed_ones_to_the_tail():
     pool = BlockPool(8, caching=True)
     pool.take(5)
-    pool.insert(100, 2)
-    pool.insert(200, 4)
+    pool.link(100, 2, 16)
+    pool.link(200, 4, 16)
     pool.release([5, 4, 3, 2, 1])
     assert pool.free_order() == [5, 3, 1, 6, 7, 4, 2]
 
@@ -43,7 +43,7 @@ def test_null_is_neither_released_nor_touched():
 def test_a_touched_block_leaves_the_queue_from_the_middle():
     pool = BlockPool(4, caching=True)
     for key, block_id in enumerate(pool.take(3)):
-        pool.insert(key, block_id)
+        pool.link(key, block_id, 16)
     pool.release([1, 2, 3])
     pool.touch([2])
     assert pool.free_order() == [1, 3]
@@ -53,12 +53,12 @@ def test_a_touched_block_leaves_the_queue_from_the_middle():
 def test_taking_evicts_all_keys_of_a_block():
     pool = BlockPool(2, caching=True)
     pool.take(1)
-    pool.insert(7, 1)
-    pool.insert(8, 1)
+    pool.link(7, 1, 16)
+    pool.link(8, 1, 16)
     pool.release([1])
-    assert pool.lookup(7) == pool.lookup(8) == 1
+    assert pool.lookup_all([7, 8]) == [1, 1]
     pool.take(1)
-    assert pool.lookup(7) is pool.lookup(8) is None
+    assert pool.lookup_all([7]) is pool.lookup_all([8]) is None
     assert pool.links == {}
 
 
@@ -66,23 +66,23 @@ def test_a_lookup_finds_the_earliest_link_that_is_left():
     pool = BlockPool(4, caching=True)
     pool.take(3)
     for block_id in (2, 1, 3):
-        pool.insert(9, block_id)
-    assert pool.lookup(9) == 2
+        pool.link(9, block_id, 16)
+    assert pool.lookup_all([9]) == [2]
     pool.drop_keys(2)
-    assert pool.lookup(9) == 1
+    assert pool.lookup_all([9]) == [1]
 
 
 def test_reset_needs_all_blocks_free_and_keeps_the_order():
     pool = BlockPool(4, caching=True)
     pool.take(2)
-    pool.insert(5, 1)
+    pool.link(5, 1, 16)
     pool.release([2])
     assert not pool.reset()
-    assert pool.lookup(5) == 1
+    assert pool.lookup_all([5]) == [1]
     pool.release([1])
     order = pool.free_order()
     assert pool.reset()
-    assert pool.lookup(5) is None
+    assert pool.lookup_all([5]) is None
     assert pool.free_order() == order == [2, 3, 1]
 
 
@@ -94,7 +94,7 @@ def test_every_block_is_free_or_held(data):
         if held and data.draw(st.booleans()):
             block_id = held.pop(data.draw(st.integers(0, len(held) - 1)))
             if data.draw(st.booleans()):
-                pool.insert(key, block_id)
+                pool.link(key, block_id, 16)
             pool.release([block_id])
         elif pool.num_free:
             held += pool.take(data.draw(st.integers(1, pool.num_free)))

@@ -7,7 +7,7 @@ import pytest
 from sim.history import Refusal
 from sim.refusals import refusal
 from sim.releases import RELEASES
-from sim.scenario import ScenarioError, parse
+from sim.scenario import parse
 from sim.simulator import Simulator
 
 FULL = {"kind": "full", "block": 4}
@@ -56,14 +56,3 @@ def test_a_refusal_is_the_only_record() -> None:
     raw = {"kvoracle": 1, "engine": {"blocks": 40, "retention_interval": 5}, "groups": [FULL], "steps": [{"run": 5}]}
     (record,) = Simulator(parse(raw)).history()
     assert isinstance(record, Refusal)
-
-
-@pytest.mark.parametrize(
-    "engine",
-    [{"policy": "priority"}, {"async_scheduling": True}, {"speculative": {"tokens": 2}}],
-)
-def test_what_is_not_modelled_is_said_and_not_ignored(engine: dict) -> None:
-    raw = {"kvoracle": 1, "engine": {"blocks": 40, **engine}, "groups": [FULL], "steps": []}
-    with pytest.raises(ScenarioError, match="is modelled") as error:
-        Simulator(parse(raw))
-    assert error.value.path == f"$.engine.{next(iter(engine))}"

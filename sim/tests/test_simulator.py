@@ -130,5 +130,6 @@ def test_smallest_pool_per_kind(group, blocks):
 
 
 def test_what_is_not_modelled_is_refused_with_its_place():
-    with pytest.raises(ScenarioError, match=r"\$\.groups\[0\]\.kind"):
-        Simulator(scenario([{"kind": "cross", "block": 4}], []))
+    steps = [add("A", ["a", 9]), {"load_failed": {"id": "A"}}]
+    with pytest.raises(ScenarioError, match=r"\$\.steps"):
+        Simulator(scenario([FULL], steps)).history()
