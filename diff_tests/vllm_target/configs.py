@@ -289,13 +289,12 @@ class _Alike(NamedTuple):
     mamba_mode: Any
     connector: str | None
     kv_events: bool
+    speculative_method: str | None
     num_speculative_tokens: int
 
     @classmethod
     def of(cls, scenario: Scenario) -> _Alike:
         engine = scenario.engine
-        if engine.speculative is not None and engine.speculative.method != "ngram":
-            raise Unsupported(f"speculative method {engine.speculative.method!r} needs a draft model")
         model_dtypes = [group.dtype for group in scenario.groups if group.dtype not in FP8]
         return cls(
             model_dtype=model_dtypes[0] if model_dtypes else "bfloat16",
@@ -307,6 +306,7 @@ class _Alike(NamedTuple):
             mamba_mode=_mamba_mode(scenario),
             connector=scenario.connector.name if scenario.connector else None,
             kv_events=engine.kv_events,
+            speculative_method=engine.speculative.method if engine.speculative else None,
             num_speculative_tokens=engine.speculative.tokens if engine.speculative else 0,
         )
 
@@ -332,7 +332,7 @@ def _template(alike: _Alike) -> VllmConfig:
         device_config=DeviceConfig(device="cpu"),
         kv_transfer_config=_transfer_config(alike.connector, {}) if alike.connector else None,
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if alike.kv_events else None,
-        speculative_config=_speculative_config(alike.num_speculative_tokens, model_config),
+        speculative_config=_speculative_config(alike, model_config),
     )
 
 
@@ -340,7 +340,8 @@ def _filled(template: Any, fresh: Any, fields: tuple[str, ...]) -> Any:
     """The template with these fields of a config that has been checked on its own."""
     config = copy.copy(template)
     for field in fields:
-        setattr(config, field, getattr(fresh, field))
+        if hasattr(fresh, field):
+            setattr(config, field, getattr(fresh, field))
     return config
 
 
@@ -353,6 +354,8 @@ _SCHEDULER_FIELDS = (
     "async_scheduling",
     "watermark",
     "scheduler_reserve_full_isl",
+    "prefill_schedule_interval",
+    "long_prefill_token_threshold_adaptive",
 )
 
 
@@ -369,7 +372,15 @@ def _scheduler_config(scenario: Scenario) -> SchedulerConfig:
         async_scheduling=engine.async_scheduling,
         watermark=engine.watermark,
         scheduler_reserve_full_isl=engine.reserve_full_isl,
+        prefill_schedule_interval=engine.prefill_schedule_interval,
+        **_if_known(SchedulerConfig, long_prefill_token_threshold_adaptive=engine.long_prefill_adaptive),
     )
+
+
+def _if_known(config_class: type, **settings: Any) -> dict[str, Any]:
+    """The settings, less those at their default that this release's config does not have."""
+    known = {field.name for field in dataclasses.fields(config_class)}
+    return {name: value for name, value in settings.items() if value or name in known}
 
 
 _CACHE_FIELDS = (
@@ -430,14 +441,17 @@ def _takes_groups(kv_transfer_config: KVTransferConfig | None) -> bool:
     return supports_hma(KVConnectorFactory.get_connector_class(kv_transfer_config))
 
 
-def _speculative_config(num_tokens: int, model_config: ModelConfig) -> SpeculativeConfig | None:
-    if not num_tokens:
+def _speculative_config(alike: _Alike, model_config: ModelConfig) -> SpeculativeConfig | None:
+    if alike.speculative_method is None:
         return None
-    return SpeculativeConfig(
+    config = SpeculativeConfig(
         method="ngram",
-        num_speculative_tokens=num_tokens,
+        num_speculative_tokens=alike.num_speculative_tokens,
         prompt_lookup_max=2,
         prompt_lookup_min=1,
         target_model_config=model_config,
         target_parallel_config=ParallelConfig(),
     )
+    # The other methods want a draft model on disk; what the scheduler reads of them is this name.
+    config.method = alike.speculative_method  # type: ignore[assignment]
+    return config

@@ -11,7 +11,8 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -28,6 +29,7 @@ from sim.scenario import (
     STALL_STEPS,
     Abort,
     Add,
+    Pause,
     ResetPrefixCache,
     Run,
     Scenario,
@@ -80,7 +82,10 @@ class _Engine:
         if scenario.engine.prefix_caching or scenario.connector is not None:
             hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
             init_none_hash(hash_function)
-            self.block_hasher = get_request_block_hasher(setup.hash_block_size, hash_function)
+            # Since 0.33 a key may cover tokens that follow its block.
+            lookahead = getattr(vllm_config, "num_hash_lookahead_tokens", 0)
+            more = (lookahead,) if lookahead else ()
+            self.block_hasher = get_request_block_hasher(setup.hash_block_size, hash_function, *more)
         if defect is not None:
             defect.plant(self.scheduler, self.worker)
 
@@ -102,7 +107,11 @@ class SchedulerDriver:
         self._requests: dict[str, Request] = {}
         self._was_admitted: set[Request] = set()
         self._num_added = 0
-        self._in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
+        if scenario.engine.kv_events:
+            self._state.watch_events()
+        self._in_flight: deque[tuple[int, Any, dict[str, int]]] = deque()
+        self._max_left_in_flight = 1 if scenario.engine.async_scheduling else 0
+        self._num_verified: dict[Request, int] = {}
 
     def start_record(self, release: str) -> Start:
         scenario = self._scenario
@@ -143,6 +152,8 @@ class SchedulerDriver:
                 self._abort(step.id)
             elif isinstance(step, ResetPrefixCache):
                 self._reset_prefix_cache(step.running)
+            elif isinstance(step, Pause):
+                self._scheduler.set_pause_state(_PAUSE_STATES[step.what])
             else:
                 self._out.fail("action", Unsupported(f"no connector here takes {type(step).__name__} steps"))
 
@@ -183,9 +194,11 @@ class SchedulerDriver:
         self._requests[add.id] = request
 
     def _engine_step(self) -> bool:
-        """A whole step of a synchronous engine. Returns whether anything was scheduled."""
+        """A step of a synchronous engine ends with its own output, one of an asynchronous engine with the output of the
+        step before. Returns whether anything was scheduled."""
         any_scheduled = self._schedule()
-        self._update()
+        while len(self._in_flight) > self._max_left_in_flight:
+            self._update()
         return any_scheduled
 
     def _run_until_idle(self, limit: int) -> None:
@@ -201,6 +214,8 @@ class SchedulerDriver:
         else:
             if self._scheduler.get_num_unfinished_requests():
                 result = "limit"
+        while self._in_flight:
+            self._update()
         self._acted(Acted(step=self._out.step, action="run", result=result))
 
     def _abort(self, request_id: str) -> None:
@@ -235,7 +250,7 @@ class SchedulerDriver:
                 metadata = self._defect.on_the_way(metadata)
             self._out.let_worker_act(self._worker, metadata, record)
         self._out.emit(record)
-        self._in_flight.append((output, self._sample(output)))
+        self._in_flight.append((self._out.step, output, self._samples_of(output)))
         return bool(output.num_scheduled_tokens)
 
     def _scheduled_record(self, output: Any) -> Scheduled:
@@ -259,47 +274,70 @@ class SchedulerDriver:
             selected=selections(output.kv_connector_metadata) if watch is not None else None,
         )
 
-    def _sample(self, output: Any) -> ModelRunnerOutput:
-        """The model's answer: one token for each request whose prompt is through."""
-        request_ids = list(output.num_scheduled_tokens)
-        sampled: list[list[int]] = []
-        for request_id in request_ids:
-            request = self._requests[request_id]
-            if request.is_prefill_chunk:
-                sampled.append([])
-            else:
-                index = request.num_output_tokens + self._num_tokens_in_flight(request_id)
-                sampled.append([self._tokens.output(request_id, index)])
+    def _samples_of(self, output: Any) -> dict[str, int]:
+        """How many tokens each request gets from this step: one and its accepted drafts once its tokens are all computed,
+        none before."""
+        drafts = output.scheduled_spec_decode_tokens
+        return {
+            request_id: 0
+            if self._requests[request_id].is_prefill_chunk
+            else 1 + self._num_accepted(self._requests[request_id], len(drafts.get(request_id, ())))
+            for request_id in output.num_scheduled_tokens
+        }
+
+    def _num_accepted(self, request: Request, num_drafts: int) -> int:
+        speculative = self._scenario.engine.speculative
+        if not num_drafts or speculative is None or not speculative.accept:
+            return 0
+        turn = self._num_verified.get(request, 0)
+        self._num_verified[request] = turn + 1
+        return min(speculative.accept[turn % len(speculative.accept)], num_drafts)
+
+    def _model_output(self, samples: dict[str, int]) -> ModelRunnerOutput:
+        """The model's answer, now that outputs before it are known."""
+        request_ids = list(samples)
+        sampled = []
+        for request_id, num_tokens in samples.items():
+            start = self._requests[request_id].num_output_tokens
+            sampled.append([self._tokens.output(request_id, start + i) for i in range(num_tokens)])
         return ModelRunnerOutput(
             req_ids=request_ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
             sampled_token_ids=sampled,
         )
 
-    def _num_tokens_in_flight(self, request_id: str) -> int:
-        """Tokens sampled for a request that the scheduler has not been told of."""
-        return sum(
-            len(sampled.sampled_token_ids[sampled.req_id_to_index[request_id]])
-            for _, sampled in self._in_flight
-            if request_id in sampled.req_id_to_index
-        )
-
     def _update(self) -> None:
         """Processes the oldest output in flight."""
-        output, sampled = self._in_flight.popleft()
-        num_before = {i: self._requests[i].num_output_tokens for i in output.num_scheduled_tokens}
+        number, output, samples = self._in_flight.popleft()
+        requests = [self._requests[request_id] for request_id in output.num_scheduled_tokens]
+        live = [(request, request.num_output_tokens) for request in requests if not request.is_finished()]
         with self._out.failing("update"):
-            self._scheduler.update_from_output(output, sampled)
-        record = Updated(step=self._out.step - len(self._in_flight))
-        for request_id, num_outputs in num_before.items():
-            request = self._requests[request_id]
+            self._scheduler.update_from_output(output, self._model_output(samples))
+            self._hand_over_drafts(samples)
+        record = Updated(step=number)
+        for request, num_outputs in live:
             if request.num_output_tokens > num_outputs:
-                record.new_tokens[request_id] = request.num_output_tokens - num_outputs
+                record.new_tokens[request.request_id] = request.num_output_tokens - num_outputs
                 self._names.extend(request)
             if request.is_finished():
-                record.finished.append(request_id)
+                record.finished.append(request.request_id)
+        record.events = self._state.events()
         self._state.fill_in(record)
         self._out.emit(record)
+
+    def _hand_over_drafts(self, samples: dict[str, int]) -> None:
+        """A synchronous engine hands the next drafts over after the update; an asynchronous one counts with them."""
+        speculative = self._scenario.engine.speculative
+        if speculative is None or self._scenario.engine.async_scheduling:
+            return
+        drafted = [request_id for request_id, num_tokens in samples.items() if num_tokens]
+        tokens = [[_DRAFTED_TOKEN] * speculative.tokens for _ in drafted]
+        self._scheduler.update_draft_token_ids(DraftTokenIds(drafted, tokens))
+
+
+_PAUSE_STATES = {"none": PauseState.UNPAUSED, "new": PauseState.PAUSED_NEW, "all": PauseState.PAUSED_ALL}
+# Any token does: whether a draft is accepted is the scenario's to say.
+_DRAFTED_TOKEN = 1
 
 
 _no_structure: list[StructuredOutputManager] = []

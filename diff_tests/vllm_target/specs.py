@@ -23,6 +23,7 @@ from sim.scenario import (
     Mamba,
     Scenario,
     SlidingWindow,
+    SlidingWindowMLA,
 )
 
 _TORCH_DTYPES = {
@@ -92,6 +93,10 @@ _Extra = Callable[[Any], dict[str, Any]]
 _ATTENTION_SPECS: dict[type, tuple[Any, _Extra]] = {
     Full: (kv.FullAttentionSpec, lambda group: {}),
     MLA: (kv.MLAAttentionSpec, lambda group: {}),
+    SlidingWindowMLA: (
+        kv.SlidingWindowMLASpec,
+        lambda group: {"sliding_window": group.window, **({"bounded_replay": True} if group.bounded_replay else {})},
+    ),
     SlidingWindow: (kv.SlidingWindowSpec, lambda group: {"sliding_window": group.window}),
     RSWA: (kv.RSWASpec, lambda group: {"rswa_window": group.window}),
     ChunkedLocal: (kv.ChunkedLocalAttentionSpec, lambda group: {"attention_chunk_size": group.chunk}),
@@ -133,7 +138,7 @@ def _mamba_spec(group: Mamba, scenario: Scenario) -> kv.MambaSpec:
     }
     if group.checkpoint_blocks and "prefill_checkpoint_alignment" in _field_names(kv.MambaSpec):
         # A backend that can export a state anywhere.
-        fields["prefill_checkpoint_alignment"] = 1
+        fields["prefill_checkpoint_alignment"] = group.checkpoint_alignment
     if group.dcp_sharded is not None and "dcp_sharded" in _field_names(kv.MambaSpec):
         fields["dcp_sharded"] = group.dcp_sharded
     return kv.MambaSpec(**fields)

@@ -15,9 +15,10 @@ from vllm.v1.request import Request
 
 from sim.history import Acted, CachedKey, StateRecord, Tables, is_pool_read
 
-SEES = ("tables", "free", "refs", "keys")
+SEES = ("tables", "free", "refs", "keys", "deferred")
 # A key that no request of the scenario has had. Nothing should ever show it.
 _UNKNOWN = (-1, 0)
+_EVENT_KINDS = {"BlockStored": "stored", "BlockRemoved": "removed", "AllBlocksCleared": "cleared"}
 
 
 class KeyNames:
@@ -71,12 +72,44 @@ class StateReader:
         self._free: list[int] | None = None
         self._refs: list[int] | None = None
         self._keys: list[CachedKey] | None = None
+        self._deferred: list[list[int]] | None = None
+        self._events: list[Any] | None = None
+
+    def watch_events(self) -> None:
+        """Collects KV events from here on, in place of the publisher."""
+        events: list[Any] = []
+
+        class Collector:
+            def publish(self, batch: Any) -> None:
+                events.extend(batch.events)
+
+            def shutdown(self) -> None:
+                pass
+
+        self._scheduler.kv_event_publisher = Collector()
+        self._events = events
+
+    def events(self) -> list[tuple[str, int, int, int]] | None:
+        """KV events since the last call as (kind, group, request index, tokens), sorted; None where they are off."""
+        if self._events is None:
+            return None
+        named = sorted(entry for event in self._events for entry in self._named_event(event))
+        self._events.clear()
+        return named
+
+    def _named_event(self, event: Any) -> list[tuple[str, int, int, int]]:
+        kind = _EVENT_KINDS[type(event).__name__]
+        if kind == "cleared":
+            return [(kind, -1, -1, -1)]
+        group = event.group_idx or 0
+        return [(kind, group, *self._names.name(block_hash)) for block_hash in event.block_hashes]
 
     def fill_in(self, record: StateRecord) -> None:
         """Sets the state fields of a record that differ from the last ones set."""
         record.tables, self._tables = _changed(self._read_tables(), self._tables)
         if not is_pool_read(self._pool.num_gpu_blocks, record):
             return
+        record.deferred, self._deferred = _changed(self._read_deferred(), self._deferred)
         record.refs, self._refs = _changed(self._read_refs(), self._refs)
         is_outside_steps = isinstance(record, Acted)
         if is_outside_steps or self._queue_calls.count != self._free_read_at:
@@ -116,6 +149,9 @@ class StateReader:
         refs = [block.ref_cnt for block in self._pool.blocks]
         refs[0] = 0
         return refs
+
+    def _read_deferred(self) -> list[list[int]]:
+        return [[block.block_id for block in blocks] for _, blocks in self._scheduler.deferred_frees]
 
     def _read_keys(self) -> list[CachedKey]:
         keys = []
