@@ -665,6 +665,8 @@ def test_law_8_round_in_circles() -> None:
     assert causes(TIGHT, [*before, *spin, *spin], 8) == []
     assert causes(TIGHT, [*before, *spin, *spin, *spin], 8) == ["livelock"]
     assert causes(TIGHT, [*before, *gain, *gain, *gain], 8) == []
+    reset: History = [*spin, Acted(step=3, action="reset_prefix_cache")]
+    assert causes(TIGHT, [*before, *reset, *reset, *reset], 8) == []  # sent back from outside
 
 
 def test_law_8_a_request_that_is_forgotten() -> None:
