@@ -84,8 +84,8 @@ class FillCheck:
         """Compares the buffer, painted before, with what fills of these blocks must have left.
 
         requests: block IDs per group, one argument per request in the order in which the worker serves them; one
-        argument with the union over requests does as well where no byte is filled twice with different values. IDs
-        that a layer does not have are ignored. Returns the blocks that were to be written, layer by layer, then what
+        argument with the union over requests does as well where no byte is filled twice with different values. Groups
+        and IDs that do not exist are ignored. Returns the blocks that were to be written, layer by layer, then what
         was written though nobody asked.
         """
         wanted = _union(requests, len(self._values))
@@ -107,9 +107,9 @@ class FillCheck:
         image = self._image[: window.high - window.low]
         image.copy_(self._painted(window.low, window.high))
         for ids_by_group in requests:
-            for group, ids in enumerate(ids_by_group):
+            for layers, ids in zip(self._layers_of, ids_by_group, strict=False):
                 rows_of: dict[tuple[int, int], Tensor | None] = {}  # layers of a group mostly share one geometry
-                for layer in self._layers_of[group] if ids else ():
+                for layer in layers if ids else ():
                     for strip in layer.strips:
                         span = strip.blocks_in(window)
                         if span not in rows_of:
@@ -282,8 +282,8 @@ def _union(requests: Iterable[Sequence[Sequence[int]]], num_groups: int) -> list
     """Every request's blocks per group, in order, each once."""
     wanted: list[dict[int, None]] = [{} for _ in range(num_groups)]
     for ids_by_group in requests:
-        for group, ids in enumerate(ids_by_group):
-            wanted[group].update(dict.fromkeys(ids))
+        for blocks, ids in zip(wanted, ids_by_group, strict=False):
+            blocks.update(dict.fromkeys(ids))
     return [list(ids) for ids in wanted]
 
 
@@ -406,7 +406,7 @@ class _Ledger:
     def entries(self) -> Iterator[Written]:
         """The verdicts: blocks that were to be written, layer by layer, then blocks and bytes that were not."""
         for layer in self._layers:
-            ids = [block_id for block_id in self.wanted[layer.group] if block_id < layer.num_blocks]
+            ids = [block_id for block_id in self.wanted[layer.group] if 0 <= block_id < layer.num_blocks]
             faults = _per_block(self._faults.get(layer.name, {}))
             good = [block_id for block_id in ids if block_id not in faults] if faults else ids
             if good:

@@ -192,8 +192,8 @@ def _union(received: Selections, num_groups: int) -> list[list[int]]:
     """Blocks that the worker was told to write, by group, over all requests."""
     wanted: list[dict[int, None]] = [{} for _ in range(num_groups)]
     for selection in received.values():
-        for group, ids in enumerate(selection.groups):
-            wanted[group].update(dict.fromkeys(ids))
+        for blocks, ids in zip(wanted, selection.groups, strict=False):  # another number of groups is law 4's business
+            blocks.update(dict.fromkeys(ids))
     return [list(ids) for ids in wanted]
 
 
@@ -226,7 +226,7 @@ def _request_of(record: Start | Scheduled, group: int, blocks: Sequence[int]) ->
     """The request for which the first of these blocks was to be written, if any."""
     received = record.received or {} if isinstance(record, Scheduled) else {}
     for request, selection in received.items():
-        if any(block in selection.groups[group] for block in blocks):
+        if any(block in ids for ids in selection.groups[group : group + 1] for block in blocks):
             return request
     return None
 

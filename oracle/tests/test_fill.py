@@ -181,10 +181,13 @@ def test_where_groups_share_bytes_the_union_counts(memory_and_check: tuple[Memor
     ]
 
 
-def test_ids_that_a_layer_does_not_have_are_ignored(memory_and_check: tuple[Memory, FillCheck]) -> None:
+@pytest.mark.parametrize("told", [[[3, 1, 99], [5]], [[3, -1, 1], [5]], [[3, 1], [5], [6]]])
+def test_ids_and_groups_that_do_not_exist_are_ignored(
+    memory_and_check: tuple[Memory, FillCheck], told: list[list[int]]
+) -> None:
     made, check = memory_and_check
     fill(made, IDS)
-    assert summary(check.verify([[3, 1, 99], [5]])) == GOOD
+    assert summary(check.verify(told)) == GOOD
 
 
 def test_painting_again_forgets_everything(memory_and_check: tuple[Memory, FillCheck]) -> None:

@@ -446,6 +446,8 @@ def test_law_4_announced_tokens_and_groups() -> None:
     assert causes(CONNECTED, history, 4) == causes(CONNECTED, history) == ["wrong_tokens"]
     record.selected = record.received = {"B": Selection(right.groups[:2], right.tokens)}
     assert causes(CONNECTED, history, 4) == ["wrong_group_count"]
+    record.selected = record.received = {"B": Selection([*right.groups, [17]], right.tokens)}
+    assert causes(CONNECTED, history) == ["wrong_group_count"]
 
 
 # ----------------------------------------------------------------------------------------------------------------- law 5
