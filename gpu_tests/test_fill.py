@@ -1,0 +1,73 @@
+"""Byte-exact verification of a fill on device memory large enough to be judged in several windows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from oracle.fill import FillCheck, LayerView
+from oracle.values import FillValue, encode
+
+NUM_BLOCKS = 2048
+PAGE_ELEMENTS = 2048  # bfloat16: 4 KiB a block and layer
+WINDOW_BYTES = 1 << 20
+MEAN = FillValue(encode(0.015, "bfloat16"), "bfloat16")
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")),
+]
+
+
+@pytest.fixture(params=DEVICES)
+def memory(request):
+    """Two layers of one group, layer outermost; a third in a group of its own over the bytes of the first."""
+    buffer = torch.zeros(2 * NUM_BLOCKS * PAGE_ELEMENTS * 2, dtype=torch.int8, device=request.param)
+    elements = buffer.view(torch.bfloat16).view(2, NUM_BLOCKS, 4, 16, PAGE_ELEMENTS // 64)
+    layers = [LayerView(0, "a", elements[0]), LayerView(0, "b", elements[1]), LayerView(1, "c", elements[0])]
+    check = FillCheck(buffer, layers, [MEAN, MEAN], WINDOW_BYTES)
+    check.paint()
+    return buffer, elements, check
+
+
+def fill(elements, ids, layers=(0, 1)):
+    for layer in layers:
+        elements[layer][torch.tensor(ids, device=elements.device)] = 0.015
+
+
+def test_a_fill_that_is_right_is_right(memory):
+    _, elements, check = memory
+    ids = [1, 2, 700, 2047]
+    fill(elements, ids)
+    written = check.verify([ids, []])
+    assert {(entry.layer, entry.state) for entry in written} == {("a", "filled"), ("b", "filled")}
+    assert all(entry.blocks == ids for entry in written)
+
+
+def test_groups_over_the_same_bytes_count_together(memory):
+    _, elements, check = memory
+    fill(elements, [5])
+    fill(elements, [9], layers=[0])
+    assert {entry.state for entry in check.verify([[5], [9]])} == {"filled"}
+
+
+def test_one_byte_outside_is_found_wherever_it_is(memory):
+    buffer, elements, check = memory
+    fill(elements, [3])
+    buffer[-1] += 1
+    outside = [entry for entry in check.verify([[3], []]) if entry.state == "outside"]
+    assert [(entry.layer, entry.blocks, entry.num_bytes) for entry in outside] == [("b", [NUM_BLOCKS - 1], 1)]
+
+
+def test_a_block_left_out_is_found(memory):
+    _, elements, check = memory
+    fill(elements, [3])
+    unwritten = [entry for entry in check.verify([[3, 4], []]) if entry.state == "unwritten"]
+    assert {(entry.layer, tuple(entry.blocks)) for entry in unwritten} == {("a", (4,)), ("b", (4,))}
+
+
+def test_another_value_is_found(memory):
+    _, elements, check = memory
+    fill(elements, [3])
+    elements[1][3] = 1.0
+    wrong = [entry for entry in check.verify([[3], []]) if entry.state == "wrong_value"]
+    assert [(entry.layer, entry.blocks, entry.value) for entry in wrong] == [("b", [3], "803f")]
