@@ -21,7 +21,7 @@ from msgspec import Struct
 from oracle.findings import Finding
 from oracle.values import clamp
 from sim.releases import Rules
-from sim.scenario import AnyGroup, Mamba, Scenario
+from sim.scenario import Add, AnyGroup, Mamba, Scenario
 
 Value = bool | str | list[str]
 
@@ -60,6 +60,12 @@ def _connector_option(group: AnyGroup | None, scenario: Scenario, value: Value) 
     return scenario.connector is not None and bool(scenario.connector.extra.get(str(value)))
 
 
+def _salt_names_an_adapter(group: AnyGroup | None, scenario: Scenario, value: Value) -> bool:
+    adds = [step for step in scenario.steps if isinstance(step, Add)]
+    shared = {add.salt for add in adds} & {add.lora for add in adds} - {None}
+    return bool(shared) == value
+
+
 def _fill_out_of_range(group: AnyGroup | None, scenario: Scenario, value: Value) -> bool:
     extra = scenario.connector.extra if scenario.connector is not None else {}
     mean, drawn = float(extra.get("fill_mean", 0.0)), float(extra.get("fill_std", 0.0)) > 0
@@ -81,6 +87,7 @@ _WHERE: dict[str, Callable[[AnyGroup | None, Scenario, Value], bool]] = {
     "kernel_block_smaller": _kernel_block_smaller,  # kernel blocks are smaller than the manager's
     "context_parallel": _context_parallel,  # decode context parallelism is on
     "fill_out_of_range": _fill_out_of_range,  # some group's memory, as it is stored, cannot take the fill unencoded
+    "salt_names_an_adapter": _salt_names_an_adapter,  # a request's cache salt is the name of another's LoRA adapter
     "connector_option": _connector_option,  # this key of the connector's extra config is set
 }
 

@@ -28,7 +28,7 @@ class KVCacheManager:
         if engine.kv_events:
             self.pool.events = []
         lookahead = hash_lookahead(scenario, rules)
-        self.prefixes = PrefixIndex(hash_block_size, lookahead)
+        self.prefixes = PrefixIndex(hash_block_size, lookahead, rules.adapter_and_salt_are_told_apart)
         dropping = dropping_groups(scenario, rules, lookahead)
         self.setting = Setting(
             pool=self.pool,

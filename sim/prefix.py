@@ -13,9 +13,10 @@ from collections.abc import Hashable
 class PrefixIndex:
     """Interns prefixes at the granularity of the hash block size, and remembers who had each first."""
 
-    def __init__(self, hash_block_size: int, lookahead: int = 0) -> None:
+    def __init__(self, hash_block_size: int, lookahead: int = 0, extras_told_apart: bool = True) -> None:
         self.hash_block_size = hash_block_size
         self.lookahead = lookahead
+        self.extras_told_apart = extras_told_apart
         self._numbers: dict[Hashable, int] = {}
         self.first_owners: list[tuple[int, int]] = []
         """Per prefix number: (index of the request that had it first, tokens in the prefix)."""
@@ -29,7 +30,10 @@ class PrefixIndex:
         while start + size + self.lookahead <= len(tokens):
             end = start + size
             parent = prefixes[-1] if prefixes else -1
-            identity = (parent, lora, salt if start == 0 else None, *tokens[start : end + self.lookahead])
+            extras: tuple[str | None, ...] = (lora, None if prefixes else salt)
+            if not self.extras_told_apart:
+                extras = tuple(extra for extra in extras if extra is not None)
+            identity = (parent, extras, *tokens[start : end + self.lookahead])
             number = self._numbers.get(identity)
             if number is None:
                 number = len(self.first_owners)

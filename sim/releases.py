@@ -57,6 +57,9 @@ class Rules:
     """[0.32] The block that EAGLE drops may end behind the last token that can be hit, up to the hashed length."""
     marked_groups_drop_only_with_eagle: bool
     """[0.33] Groups marked as a speculator's drop the last block of a hit only if the speculator is of EAGLE's kind."""
+    adapter_and_salt_are_told_apart: bool
+    """[0.31] A key says which of its extras is the adapter and which the salt. Before, they were a bare list, and a salt
+    equal to another request's adapter name gave the same key for the first hash block."""
     hashes_look_ahead_for_eagle: bool
     """[0.33] Without a connector, keys cover the token after their prefix, and EAGLE drops no block."""
 
@@ -136,6 +139,7 @@ _V0_33 = Rules(
     eagle_keeps_block_before_shared_prefix_end=True,
     dropped_block_may_be_the_last=True,
     marked_groups_drop_only_with_eagle=True,
+    adapter_and_salt_are_told_apart=True,
     hashes_look_ahead_for_eagle=True,
     popped_tables_lose_leading_nulls=True,
     draft_is_part_of_spec=True,
@@ -198,6 +202,7 @@ _V0_31 = replace(
 _V0_30 = replace(
     _V0_31,
     release="0.30.0",
+    adapter_and_salt_are_told_apart=False,
     holders_have_own_queue=False,
     decode_bench_fills_at_startup=False,
     blocks_reserved_for_drafts=False,

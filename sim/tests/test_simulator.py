@@ -133,3 +133,15 @@ def test_what_is_not_modelled_is_refused_with_its_place():
     steps = [add("A", ["a", 9]), {"load_failed": {"id": "A"}}]
     with pytest.raises(ScenarioError, match=r"\$\.steps"):
         Simulator(scenario([FULL], steps)).history()
+
+
+@pytest.mark.parametrize(("release", "hit"), [("0.30.0", 4), ("0.31.0", 0)])
+def test_a_salt_once_looked_like_an_adapter_of_that_name(release, hit):
+    steps = [
+        {"add": {"id": "A", "prompt": [["p", 9]], "max_tokens": 1, "salt": "x"}},
+        {"run": 5},
+        {"add": {"id": "B", "prompt": [["p", 9]], "max_tokens": 1, "lora": "x"}},
+        {"step": 1},
+    ]
+    history = Simulator(scenario([FULL], steps), rules_of(release)).history()
+    assert schedules(history)[-1].hits == {"B": hit}
