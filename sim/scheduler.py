@@ -88,7 +88,7 @@ class Scheduler:
         self.aside: WaitingQueue = self._new_queue()
         self.arrived_loads: set[str] = set()
         self.ended_loads: dict[str, Request] = {}
-        self._reported_loads: list[str] = []
+        self._reported_loads: dict[str, None] = {}
         self.paused: Literal["none", "new", "all"] = "none"
         self._prefilling: dict[Request, None] = {}  # in order of admission: their prefill goes on after this step
         self._passed_over: set[Request] = set()
@@ -165,8 +165,11 @@ class Scheduler:
         return [*self.running, *waiting, *self.ended_loads.values()]
 
     def load_arrived(self, request_id: str) -> None:
-        """The worker reports, with the next output, that an asynchronous load is complete."""
-        self._reported_loads.append(request_id)
+        """The worker reports, with the next output, that an asynchronous load is complete. Nothing happens if there is
+        none under way."""
+        loading = any(r.id == request_id and r.status == Status.LOADING for r in self.aside)
+        if (loading and request_id not in self.arrived_loads) or request_id in self.ended_loads:
+            self._reported_loads[request_id] = None
 
     # -- first half of a step ------------------------------------------------------------------------------------------
 

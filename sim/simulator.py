@@ -152,9 +152,10 @@ class Simulator:
     def _update(self) -> Updated:
         number, plan = self._in_flight.popleft()
         self._phase = "update"
+        num_ended_loads = len(self.scheduler.ended_loads)
         finished, new_tokens = self.scheduler.update(plan)
         record = Updated(step=number, finished=finished, new_tokens=new_tokens, events=self._events())
-        if finished:
+        if finished or len(self.scheduler.ended_loads) < num_ended_loads:
             record.tables = self._tables()
         self._add_state(record)
         return record

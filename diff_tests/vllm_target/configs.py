@@ -38,6 +38,7 @@ from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
+from diff_tests.vllm_target import scripted
 from diff_tests.vllm_target.releases import cache_root
 from diff_tests.vllm_target.specs import FP8, Unsupported, layer_names, layer_specs
 from sim.scenario import MLA, Mamba, Scenario
@@ -421,10 +422,15 @@ def _cache_dtype(scenario: Scenario) -> Any:
 
 def _kv_transfer_config(scenario: Scenario) -> KVTransferConfig | None:
     connector = scenario.connector
-    return _transfer_config(connector.name, connector.extra) if connector is not None else None
+    if connector is None:
+        return None
+    extra = scripted.extra_config(scenario) if connector.name == scripted.NAME else connector.extra
+    return _transfer_config(connector.name, extra)
 
 
 def _transfer_config(connector: str, extra: dict[str, Any]) -> KVTransferConfig:
+    if connector == scripted.NAME:
+        connector = scripted.CLASS
     module_path, _, name = connector.rpartition(":")
     return KVTransferConfig(
         kv_connector=name,

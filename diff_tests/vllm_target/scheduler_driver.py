@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -29,6 +29,7 @@ from sim.scenario import (
     STALL_STEPS,
     Abort,
     Add,
+    LoadDone,
     Pause,
     ResetPrefixCache,
     Run,
@@ -112,6 +113,7 @@ class SchedulerDriver:
         self._in_flight: deque[tuple[int, Any, dict[str, int]]] = deque()
         self._max_left_in_flight = 1 if scenario.engine.async_scheduling else 0
         self._num_verified: dict[Request, int] = {}
+        self._arrived: set[str] = set()
 
     def start_record(self, release: str) -> Start:
         scenario = self._scenario
@@ -154,6 +156,8 @@ class SchedulerDriver:
                 self._reset_prefix_cache(step.running)
             elif isinstance(step, Pause):
                 self._scheduler.set_pause_state(_PAUSE_STATES[step.what])
+            elif isinstance(step, LoadDone):
+                self._load_done(step.id)
             else:
                 self._out.fail("action", Unsupported(f"no connector here takes {type(step).__name__} steps"))
 
@@ -219,7 +223,8 @@ class SchedulerDriver:
         self._acted(Acted(step=self._out.step, action="run", result=result))
 
     def _abort(self, request_id: str) -> None:
-        was_there = request_id in self._scheduler.requests
+        request = self._scheduler.requests.get(request_id)
+        was_there = request is not None and not request.is_finished()
         with self._out.failing("action"):
             self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
         self._acted(Acted(step=self._out.step, action="abort", request=request_id, result="done" if was_there else "gone"))
@@ -228,6 +233,14 @@ class SchedulerDriver:
         with self._out.failing("action"):
             done = self._scheduler.reset_prefix_cache(reset_running_requests=running)
         self._acted(Acted(step=self._out.step, action="reset_prefix_cache", result="done" if done else "refused"))
+
+    def _load_done(self, request_id: str) -> None:
+        """The load will be reported with the next output. Without a load under way nothing happens."""
+        request = self._scheduler.requests.get(request_id)
+        if request is None or request_id in self._scheduler.finished_recving_kv_req_ids:
+            return
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS or request.is_finished():
+            self._arrived.add(request_id)
 
     def _acted(self, record: Acted) -> None:
         self._state.fill_in(record)
@@ -265,14 +278,19 @@ class SchedulerDriver:
             admitted=fresh,
             resumed=[request_id for request_id in admissions if request_id not in fresh],
             preempted=sorted(output.preempted_req_ids or ()),
-            # What an admission starts from is local and external tokens together.
-            hits={request_id: start - external.get(request_id, 0) for request_id, start in admissions.items()},
-            external={request_id: external.get(request_id, 0) for request_id in admissions},
+            hits=self._local_hits(admissions, external),
+            external={**dict.fromkeys(admissions, 0), **external},
             zeroed=list(output.new_block_ids_to_zero or ()),
             copies=[(copy.src_block_id, copy.dst_block_id) for copy in output.kv_cache_block_copies or ()],
             asked=watch.asked if watch is not None else None,
             selected=selections(output.kv_connector_metadata) if watch is not None else None,
         )
+
+    def _local_hits(self, admissions: dict[str, int], external: dict[str, int]) -> dict[str, int]:
+        """What an admission starts from is local and external tokens together. A request that loads is not admitted yet,
+        but has been granted both."""
+        starts = {i: self._requests[i].num_computed_tokens for i in external if i not in admissions} | admissions
+        return {request_id: start - external.get(request_id, 0) for request_id, start in starts.items()}
 
     def _samples_of(self, output: Any) -> dict[str, int]:
         """How many tokens each request gets from this step: one and its accepted drafts once its tokens are all computed,
@@ -304,7 +322,15 @@ class SchedulerDriver:
             req_ids=request_ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
             sampled_token_ids=sampled,
+            kv_connector_output=self._arrivals(),
         )
+
+    def _arrivals(self) -> KVConnectorOutput | None:
+        """The loads that the worker reports with this output."""
+        if not self._arrived:
+            return None
+        arrived, self._arrived = self._arrived, set()
+        return KVConnectorOutput(finished_recving=arrived)
 
     def _update(self) -> None:
         """Processes the oldest output in flight."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from oracle.contracts.decode_bench import DecodeBench
+from oracle.contracts.scripted import Scripted
 from oracle.values import FillValue
 from sim.connector import ConnectorRule
 from sim.releases import Rules
@@ -40,7 +41,7 @@ class Contract(Protocol):
         """Block IDs per group that are written once, when memory is registered."""
 
 
-_CONTRACTS: dict[str, Callable[[Scenario, Rules], Contract]] = {DecodeBench.name: DecodeBench}
+_CONTRACTS: dict[str, Callable[[Scenario, Rules], Contract]] = {DecodeBench.name: DecodeBench, Scripted.name: Scripted}
 
 
 def contract_for(scenario: Scenario, rules: Rules) -> Contract | None:
