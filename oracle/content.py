@@ -2,7 +2,11 @@
 
 A value's identity is its prefix: the tokens up to and including it, with salt and adapter. Two requests that agree on
 their first n tokens have equal values at the first n positions, so a block's content is told by one stay, one group and
-one position in its table: "tokens [16, 32) of request A, written up to token 20". Nothing is kept per token.
+one position in its table: "tokens [16, 32) of request A, written up to token 20". Nothing is kept per token. A block of a
+Mamba group in mode `align` holds the state after an exact number of tokens instead, wherever it stands in the table.
+
+Drafted tokens may turn out wrong, so a position counts as written only as far as the request's tokens are known; what
+was computed beyond falls back when the output arrives. An output always leaves all tokens but the newest computed.
 
 Within a step things are written in the order in which the worker acts: zero, copy, fill, forward. What a connector
 fills counts as those blocks' external tokens; whether it filled the right blocks is judged elsewhere.
@@ -10,7 +14,7 @@ fills counts as those blocks' external tokens; whether it filled the right block
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +23,20 @@ from oracle.selection import NULL
 from sim.geometry import effective_block_size
 from sim.history import Acted, CachedKey, Failure, Record, Refusal, Scheduled, Start, Table, Tables, Updated
 from sim.releases import Rules
-from sim.scenario import Add, AnyGroup, ChunkedLocal, Circular, Direct, Mamba, Run, Scenario, SlidingWindow
+from sim.scenario import (
+    RSWA,
+    Add,
+    AnyGroup,
+    ChunkedLocal,
+    Circular,
+    Cross,
+    Direct,
+    Mamba,
+    Run,
+    Scenario,
+    SlidingWindow,
+    SlidingWindowMLA,
+)
 
 _ENDLESS = 1 << 40
 
@@ -28,40 +45,56 @@ class GroupView:
     """What the laws have to know about one group: which tokens a block holds and which ones it may drop.
 
     holds_tokens: entry i holds the tokens [i * block_size, (i + 1) * block_size), or the state after the last of them.
-    A ring does not: its one block serves all of a request's tokens. Sizes in tokens.
+    A ring does not: its one block serves all of a request's tokens; nor do encoder tokens count. holds_states: a block
+    holds one state and may stand anywhere. num_scratch: entries at a table's end for the states of drafted tokens.
+    has_checkpoints: a step may leave a state before its last one, a multiple of checkpoint_step after its start.
+    replay_window: that many tokens before the end of a hit are computed again, the group being not cached. In tokens.
     """
 
     def __init__(self, index: int, group: AnyGroup, block_size: int) -> None:
         self.index = index
         self.kind = group.kind
         self.block_size = block_size
-        self.holds_tokens = not isinstance(group, Circular)
+        self.holds_tokens = not isinstance(group, (Circular, Cross))
+        self.holds_states = isinstance(group, Mamba) and group.mode == "align"
+        self.num_scratch = group.speculative_blocks if isinstance(group, Mamba) else 0
+        self.has_checkpoints = isinstance(group, Mamba) and group.checkpoint_blocks > 0
+        self.checkpoint_step = (isinstance(group, Mamba) and group.checkpoint_alignment) or 1
+        is_replayed = isinstance(group, SlidingWindowMLA) and group.bounded_replay
+        self.replay_window = group.window if isinstance(group, SlidingWindowMLA) and is_replayed else 0
         self._group = group
 
-    def num_droppable(self, num_computed: int) -> int:
-        """Leading tokens that no later token needs once `num_computed` are computed."""
+    def droppable(self, num_computed: int, num_prompt: int) -> tuple[int, int]:
+        """Tokens [start, end) that no later token needs once `num_computed` are computed."""
         group = self._group
-        if isinstance(group, SlidingWindow):
-            return max(0, num_computed - group.window + 1)
+        if isinstance(group, (SlidingWindow, SlidingWindowMLA)):
+            return 0, num_computed - group.window + 1
+        if isinstance(group, RSWA):
+            return num_prompt, num_computed - group.window + 1
         if isinstance(group, ChunkedLocal):
-            return num_computed // group.chunk * group.chunk  # floors: the chunk of the next token begins here
+            return 0, num_computed // group.chunk * group.chunk  # floors: the chunk of the next token begins here
         if isinstance(group, Mamba):
-            return max(0, num_computed - 1)  # only the last state is read
-        return 0
+            return 0, num_computed - 1  # only the last state is read
+        return 0, 0
 
-    def may_be_null(self, position: int, num_computed: int) -> bool:
+    def may_be_null(self, position: int, num_computed: int, num_prompt: int = 0) -> bool:
         """Whether the entry may be null: all it held is droppable."""
-        return self.holds_tokens and (position + 1) * self.block_size <= self.num_droppable(num_computed)
+        start, end = self.droppable(num_computed, num_prompt)
+        return self.holds_tokens and start <= position * self.block_size and (position + 1) * self.block_size <= end
 
     def num_hit_blocks(self, num_local: int) -> int:
         """Leading entries that local tokens fill or begin; rounds up."""
         return -(-num_local // self.block_size) if self.holds_tokens else 0
 
+    def last_position(self, num_tokens: int) -> int:
+        """The entry that the last of these tokens is in, -1 for none."""
+        return (num_tokens - 1) // self.block_size  # floors
+
     def room(self, table: Table) -> int:
         """Tokens that have a slot."""
         if self.holds_tokens:
-            return len(table) * self.block_size
-        return _ENDLESS if table else 0
+            return (len(table) - self.num_scratch) * self.block_size
+        return _ENDLESS if table or isinstance(self._group, Cross) else 0
 
 
 class Prefixes:
@@ -70,6 +103,11 @@ class Prefixes:
     def __init__(self, scenario: Scenario) -> None:
         self._adds = [step for step in scenario.steps if isinstance(step, (Add, Direct))]
         self._common: dict[tuple[int, int], int] = {}
+
+    def num_prompt(self, request_index: int) -> int:
+        """Tokens in the prompt that the index-th `add` brought."""
+        add = self._adds[request_index]
+        return add.num_prompt_tokens if isinstance(add, Add) else add.num_tokens
 
     def name(self, request_index: int) -> str:
         """The ID of the request that the index-th `add` brought."""
@@ -107,33 +145,56 @@ def _num_common_tokens(one: Add | Direct, other: Add | Direct) -> int:
 class Stay:
     """A request among the running, from one admission to its end or preemption.
 
-    num_computed: leading tokens whose values its blocks hold; grows with each step and stays when it leaves. room: tokens
-    that have slots in every group.
+    num_local, num_external: tokens that were there at the admission. num_computed: leading tokens computed once all
+    steps so far have run, drafts taken as right until the output says otherwise; stays when the request leaves.
+    num_known: tokens known for certain (without drafts: no limit). num_in_flight: scheduled in steps whose output has not
+    been processed; followed with drafts only. room: tokens that have slots in every group. sources: by group of states,
+    the block with the state to go on from.
     """
 
-    __slots__ = ("num_computed", "num_external", "num_local", "request", "request_index", "room")
+    __slots__ = (
+        "num_computed", "num_external", "num_found", "num_in_flight", "num_known", "num_local", "num_prompt", "request",
+        "request_index", "room", "sources",
+    )
 
-    def __init__(self, request: str, request_index: int, num_local: int, num_external: int) -> None:
+    def __init__(
+        self, request: str, request_index: int, num_prompt: int, num_local: int, num_external: int, num_replayed: int
+    ) -> None:
         self.request = request
         self.request_index = request_index
+        self.num_prompt = num_prompt
         self.num_local = num_local
         self.num_external = num_external
-        self.num_computed = num_local + num_external
+        self.num_found = num_local + num_external
+        self.num_computed = self.num_found - num_replayed
+        self.num_known = _ENDLESS
+        self.num_in_flight = 0
         self.room = 0
+        self.sources: dict[int, int] = {}
+
+    @property
+    def num_written(self) -> int:
+        """Leading tokens whose right values its blocks hold."""
+        return max(self.num_found, min(self.num_computed, self.num_known))
 
 
 class Content(NamedTuple):
-    """A block's content: the tokens of one table entry of a stay. `until` limits a copy to what it had when copied."""
+    """A block's content: the tokens of one table entry of a stay. `until` limits a copy to what it had when copied.
+
+    In a group of states: the state after `until` tokens; with `since`, the one after some number of tokens in between
+    that only its key tells, see GroupView.has_checkpoints.
+    """
 
     stay: Stay
     group: int
     position: int
     until: int = _ENDLESS
+    since: int | None = None
 
     @property
     def num_tokens(self) -> int:
         """Leading tokens of the request whose values are there, those of earlier entries counted in."""
-        return min(self.stay.num_computed, self.until)
+        return min(self.stay.num_written, self.until)
 
 
 class Entry(NamedTuple):
@@ -145,17 +206,37 @@ class Entry(NamedTuple):
     block: int
 
 
+class Target(NamedTuple):
+    """Where a step writes the state after its last token: the entry, in the table as it was."""
+
+    group: GroupView
+    table: Table
+    position: int
+
+
+class Sent(NamedTuple):
+    """A step whose output has not been processed: (stay, tokens, where its states go) of each request."""
+
+    step: int
+    parts: list[tuple[Stay, int, tuple[Target, ...]]]
+
+
 class Replay:
     """Follows a history record by record. After `advance` the event lists say what the record brought:
 
     fresh: blocks that entered a table to be written. hits: blocks that came in for their content, and that content.
     nulls: (stay, group, position, tokens computed so far) of new null entries. replaced: entries of a stay that now name
-    another block. overwritten: held blocks that were zeroed or copied over. homeless: (stay, first token, number) of
-    scheduled tokens without slots. new_keys: (group, add, tokens, block) of links of the prefix cache that are new, or
+    another block. advanced: entries of states that the step writes. stateless: those whose state to go on from has left the
+    table. overwritten: held blocks that were zeroed or copied over. homeless: (stay, first token, number) of scheduled
+    tokens without slots. new_keys: (group, add, tokens, block) of links of the prefix cache that are new, or
     whose block got new content.
+
+    unbalanced: (group, add, tokens) -> links that KV events have told of, less those that are there. is_told: all events
+    so far have been told; they come with the next update.
     """
 
-    def __init__(self, scenario: Scenario, rules: Rules) -> None:
+    def __init__(self, scenario: Scenario, rules: Rules, restores_windows: bool = False) -> None:
+        """restores_windows: with external tokens comes what else would be computed again, see `replay_window`."""
         self.groups = [
             GroupView(i, group, effective_block_size(group, scenario.engine.dcp, rules))
             for i, group in enumerate(scenario.groups)
@@ -169,18 +250,31 @@ class Replay:
         self.deferred: list[list[int]] = []
         self.contents: list[Content | None] = [None] * self.num_blocks
         self.num_holders = [0] * self.num_blocks
+        self._state_groups = [group for group in self.groups if group.holds_states]
+        self._replay_window = max(group.replay_window for group in self.groups)
+        self._restores_windows = restores_windows and rules.loads_may_restore_windows
+        self._has_drafts = scenario.engine.speculative is not None
+        self._num_tokens: dict[str, int] = {}
+        self._in_flight: deque[Sent] = deque()
+        self._watches_events = scenario.engine.kv_events
+        self.is_told = False
+        self.unbalanced: Counter[tuple[int, int, int]] = Counter()
         self.step = 0
         self.fresh: list[Entry] = []
         self.hits: list[tuple[Entry, Content | None]] = []
         self.nulls: list[tuple[Stay, int, int, int]] = []
         self.replaced: list[Entry] = []
+        self.advanced: list[Entry] = []
+        self.stateless: list[Entry] = []
         self.overwritten: list[int] = []
         self.homeless: list[tuple[Stay, int, int]] = []
         self.new_keys: list[tuple[int, int, int, int]] = []
         self._events: tuple[list[Any], ...] = (
-            self.fresh, self.hits, self.nulls, self.replaced, self.overwritten, self.homeless, self.new_keys
+            self.fresh, self.hits, self.nulls, self.replaced, self.advanced, self.stateless, self.overwritten,
+            self.homeless, self.new_keys,
         )
         self._keys: set[tuple[int, int, int, int]] = set()
+        self._rewritten: set[int] = set()
         self._lives: dict[str, deque[int]] = {}
         self._num_adds_by_run: list[int] = []
         self._num_runs = 0
@@ -197,6 +291,8 @@ class Replay:
         for events in self._events:
             if events:
                 events.clear()
+        if self._rewritten:
+            self._rewritten.clear()
         if isinstance(record, Scheduled):
             self._scheduled(record)
         elif isinstance(record, (Failure, Refusal)):
@@ -205,17 +301,23 @@ class Replay:
             if record.tables is not None:
                 self._follow(record.tables)
             if isinstance(record, Updated):
+                if self._in_flight:
+                    self._take_output(record)
                 for request in record.finished:
                     self._end_life(request)
             elif isinstance(record, Acted):
                 self._acted(record)
         self._take_state(record)
+        if isinstance(record, Updated) and record.events is not None:
+            self._take_events(record.events)
 
     def _acted(self, record: Acted) -> None:
         if record.action == "abort" and record.result == "done":
             self._end_life(record.request or "")
         elif record.action == "run":
             self._num_runs += 1
+        elif record.action == "reset_prefix_cache":
+            self.is_told = False  # until the next update
 
     def _scheduled(self, record: Scheduled) -> None:
         """One step in the worker's order: zero, copy, (fill,) forward. Tables come before, since they say who writes."""
@@ -225,34 +327,132 @@ class Replay:
             contents[block] = None
         for source, target in record.copies:
             held = contents[source]
-            contents[target] = held and held._replace(until=held.num_tokens)
+            contents[target] = held and held._replace(until=held.num_tokens if held.until == _ENDLESS else held.until)
         for request in (*record.resumed, *record.admitted):
             self._admit(request, record)
         if record.tables is not None:
-            self._follow(record.tables)
+            tables = record.tables
+            if len(record.hits) > 1:  # who is admitted later may hit what an earlier one computes
+                tables = {request: tables[request] for request in record.scheduled if request in tables} | tables
+            self._follow(tables)
         if record.zeroed or record.copies:
             self._find_overwritten(record)
+        sent = Sent(record.step, []) if self._has_drafts else None
         for request, num_tokens in record.scheduled.items():
             stay = self.stays.get(request)
             if stay is not None:
                 if stay.num_computed + num_tokens > stay.room:
                     self.homeless.append((stay, stay.num_computed, num_tokens))
+                targets = self._advance_states(stay, num_tokens) if self._state_groups else ()
                 stay.num_computed += num_tokens
+                if sent is not None:
+                    stay.num_in_flight += num_tokens
+                    sent.parts.append((stay, num_tokens, targets))
+        if sent is not None:
+            self._in_flight.append(sent)
+
+    # -- states and outputs --------------------------------------------------------------------------------------------
+
+    def _advance_states(self, stay: Stay, num_tokens: int) -> tuple[Target, ...]:
+        """The step reads the state after the tokens computed so far and writes the one after its last token, and perhaps
+        a checkpoint in between."""
+        start, end = stay.num_computed, stay.num_computed + num_tokens
+        targets = []
+        for group in self._state_groups:
+            table = self.tables[stay.request][group.index]
+            source = stay.sources.get(group.index)
+            position = group.last_position(end)
+            if source is not None and source not in table:
+                self.stateless.append(Entry(stay, group.index, position, source))
+            block = table[position] if position < len(table) else NULL
+            self.advanced.append(Entry(stay, group.index, position, block))
+            self._put(block, Content(stay, group.index, position, 0))  # which state is settled below, or by the output
+            if group.has_checkpoints and group.last_position(start) < position - 1 < len(table):
+                checkpoint = table[position - 1]
+                if checkpoint != source:
+                    self._put(checkpoint, Content(stay, group.index, position - 1, end, start))
+            target = Target(group, table, position)
+            if start < stay.num_known:
+                num_known = min(end, stay.num_known)
+                self._settle(stay, target, num_known, num_known)
+            stay.sources[group.index] = block
+            targets.append(target)
+        return tuple(targets)
+
+    def _settle(self, stay: Stay, target: Target, num_running: int, num_computed: int) -> None:
+        """A step has processed `num_running` known tokens and then right drafts up to `num_computed`: the states of drafts
+        lie in the scratch entries; the last one that ends a block belongs at that block's own entry."""
+        block_size = target.group.block_size
+        self._write(stay, target, target.position + num_computed - num_running, num_computed)
+        whole = num_computed // block_size * block_size  # floors
+        if whole and whole >= num_running:
+            self._write(stay, target, whole // block_size - 1, whole)
+
+    def _write(self, stay: Stay, target: Target, position: int, num_tokens: int) -> None:
+        """The state after `num_tokens` tokens gets into an entry, unless the block is somebody else's by now."""
+        block = target.table[position] if position < len(target.table) else NULL
+        content = self.contents[block]
+        if content is not None and content.stay is stay:
+            self._put(block, Content(stay, target.group.index, position, num_tokens))
+
+    def _put(self, block: int, content: Content) -> None:
+        if block != NULL:
+            self.contents[block] = content
+            self._rewritten.add(block)
+
+    def _take_output(self, record: Updated) -> None:
+        """The output of the oldest step in flight: which drafts were right."""
+        while self._in_flight and self._in_flight[0].step <= record.step:
+            for stay, num_tokens, targets in self._in_flight.popleft().parts:
+                stay.num_in_flight -= num_tokens
+                num_new = record.new_tokens.get(stay.request, 0)
+                if num_new and stay.num_known < _ENDLESS:
+                    self._accept(stay, num_new, targets)
+
+    def _accept(self, stay: Stay, num_new: int, targets: Sequence[Target]) -> None:
+        num_running = stay.num_known
+        stay.num_known += num_new
+        self._num_tokens[stay.request] = stay.num_known
+        num_computed = stay.num_known - 1
+        stay.num_computed = num_computed + stay.num_in_flight
+        for target in targets:
+            self._settle(stay, target, num_running, num_computed)
+            if not stay.num_in_flight:
+                position = target.position + num_new - 1
+                stay.sources[target.group.index] = target.table[position] if position < len(target.table) else NULL
+        for sent in self._in_flight if stay.num_in_flight else ():
+            for later, _, later_targets in sent.parts:
+                if later is stay:
+                    for target in later_targets:
+                        self._settle(stay, target, stay.num_known, stay.num_known)
+                    return
 
     def _admit(self, request: str, record: Scheduled) -> None:
         """A new stay. Blocks it held before an earlier preemption are all let go first."""
         if request in self.tables:
             self._leave(request)
+        num_external = record.external.get(request, 0)
+        start = record.hits.get(request, 0) + num_external
+        num_replayed = self._replay_window if start > 0 else 0
+        if self._restores_windows and num_external:
+            num_replayed = 0
+        self._new_stay(request, start + num_replayed - num_external, num_external, num_replayed)
+
+    def _new_stay(self, request: str, num_local: int, num_external: int, num_replayed: int) -> Stay:
         lives = self._lives.get(request)
-        self.stays[request] = Stay(
-            request, lives[0] if lives else -1, record.hits.get(request, 0), record.external.get(request, 0)
-        )
+        index = lives[0] if lives else -1
+        num_prompt = self.prefixes.num_prompt(index) if index >= 0 else 0
+        stay = self.stays[request] = Stay(request, index, num_prompt, num_local, num_external, num_replayed)
+        if self._has_drafts:
+            stay.num_known = self._num_tokens.setdefault(request, num_prompt)
+        return stay
 
     def _end_life(self, request: str) -> None:
         """The request is gone; its ID may come again, as another `add`."""
         lives = self._lives.get(request)
         if lives:
             lives.popleft()
+        self._num_tokens.pop(request, None)
 
     def unfinished(self) -> list[str]:
         """IDs of requests that had come before the last `run` ended and have neither finished nor been aborted."""
@@ -275,9 +475,7 @@ class Replay:
 
     def _unannounced(self, request: str) -> Stay:
         """A request that holds blocks though no record admitted it: all its blocks count as fresh."""
-        lives = self._lives.get(request)
-        stay = self.stays[request] = Stay(request, lives[0] if lives else -1, 0, 0)
-        return stay
+        return self._new_stay(request, 0, 0, 0)
 
     def _leave(self, request: str) -> None:
         for table in self.tables.pop(request):
@@ -290,7 +488,9 @@ class Replay:
         room = _ENDLESS
         for group in self.groups:
             table = now[group.index]
-            if old is None:
+            if group.holds_states:
+                self._change_states(stay, group, None if old is None else old[group.index], table)
+            elif old is None:
                 self._attach(stay, group, table, 0)
             elif old[group.index] != table:
                 self._change_table(stay, group, old[group.index], table)
@@ -309,7 +509,7 @@ class Replay:
     def _replace(self, stay: Stay, group: GroupView, position: int, was: int, block: int) -> None:
         self._release(was)
         if block == NULL:
-            self.nulls.append((stay, group.index, position, stay.num_computed))
+            self.nulls.append((stay, group.index, position, stay.num_written))
         else:
             self.num_holders[block] += 1
             self.replaced.append(Entry(stay, group.index, position, block))
@@ -325,7 +525,7 @@ class Replay:
         for position in range(start, len(table)):
             block = table[position]
             if block == NULL:
-                self.nulls.append((stay, index, position, stay.num_computed))
+                self.nulls.append((stay, index, position, stay.num_written))
                 continue
             num_holders[block] += 1
             entry = Entry(stay, index, position, block)
@@ -334,6 +534,28 @@ class Replay:
             if (position + 1) * group.block_size > stay.num_local or position >= num_hits:
                 self.fresh.append(entry)  # a block that local tokens only begin is written on by this stay
                 contents[block] = Content(stay, index, position)
+
+    def _change_states(self, stay: Stay, group: GroupView, old: Table | None, table: Table) -> None:
+        """Blocks of states may move within the table. Of what was there at the admission, the last state must be held."""
+        before = old or []
+        found = group.last_position(stay.num_found) if old is None else -1
+        for block in before:
+            self._release(block)
+        for position, block in enumerate(table):
+            if block == NULL:
+                continue
+            self.num_holders[block] += 1
+            if block in before:
+                continue
+            entry = Entry(stay, group.index, position, block)
+            if position == found and not stay.num_external:
+                self.hits.append((entry, self.contents[block]))
+                if stay.num_local % group.block_size == 0:
+                    continue  # a whole block is shared; one that local tokens only begin is the stay's own copy
+            self.fresh.append(entry)
+            self.contents[block] = Content(stay, group.index, position, stay.num_found if position == found else 0)
+        if found >= 0:
+            stay.sources[group.index] = table[found] if found < len(table) else NULL
 
     def _find_overwritten(self, record: Scheduled) -> None:
         """Blocks written over by zeroing or copying while somebody holds them from before."""
@@ -353,16 +575,37 @@ class Replay:
             self.deferred = record.deferred
         if record.keys is not None:
             self._take_keys(record.keys)
-        elif self.fresh and self._keys:
-            written = {entry.block for entry in self.fresh}
+        elif (self.fresh or self._rewritten) and self._keys:
+            written = {entry.block for entry in self.fresh} | self._rewritten
             self.new_keys.extend(link for link in self._keys if link[3] in written)
+
+    def _take_events(self, events: Sequence[tuple[str, int, int, int]]) -> None:
+        """Each stored entry is one link, each removed one a link less. Where all were cleared in between, the order within
+        the batch is unknown, so the links that are there now are taken as they are."""
+        self.is_told = True
+        for kind, *key in events:
+            if kind == "cleared":
+                self.unbalanced.clear()
+                return
+            self._count(key[0], key[1], key[2], 1 if kind == "stored" else -1)
+
+    def _count(self, group: int, request: int, num_tokens: int, change: int) -> None:
+        key = (group, request, num_tokens)
+        self.unbalanced[key] += change
+        if not self.unbalanced[key]:
+            del self.unbalanced[key]
 
     def _take_keys(self, keys: Sequence[CachedKey]) -> None:
         links = {(group, request, num, block) for group, request, num, blocks in keys for block in blocks}
-        written = {entry.block for entry in self.fresh}
+        written = {entry.block for entry in self.fresh} | self._rewritten
         self.new_keys.extend(links - self._keys)
         if written:
             self.new_keys.extend(link for link in links & self._keys if link[3] in written)
+        if self._watches_events:
+            for group, request, num, _ in links - self._keys:
+                self._count(group, request, num, -1)
+            for group, request, num, _ in self._keys - links:
+                self._count(group, request, num, 1)
         self._keys = links
 
     # -- words ---------------------------------------------------------------------------------------------------------
@@ -391,6 +634,9 @@ class Replay:
         if content is None:
             return f"holds nothing that was written{held}"
         stay, group = content.stay, self.groups[content.group]
+        if group.holds_states:
+            what = f"the state after {content.until} tokens" if content.until else "no state yet"
+            return f"holds {what} of request {stay.request}" + ("" if names == [stay.request] else held)
         if not group.holds_tokens:
             return f"holds the ring of request {stay.request}" + ("" if names == [stay.request] else held)
         start = content.position * group.block_size

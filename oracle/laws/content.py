@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from oracle.content import Content, Entry, Replay
+from oracle.content import Content, Entry, GroupView, Replay
 from oracle.findings import Kind, token_range
 from oracle.laws.trial import Trial, law
-from sim.history import Scheduled
+from oracle.selection import NULL
+from sim.history import Scheduled, Updated
 
 
 @law(
@@ -25,11 +26,26 @@ def check_writers(trial: Trial, record: Scheduled) -> None:
             where = "; ".join(f"request {r}, group {g}, position {p}" for r, g, p in others)
             message = f"position {entry.position}: block {entry.block} is to be written, but is also held by {where}"
             _report_entry(trial, "allocation", 2, "two_writers", entry, message)
+    for entry in replay.advanced:
+        _check_state_writer(trial, entry)
     for stay, start, num_tokens in replay.homeless:
         message = f"{token_range(start, start + num_tokens)} scheduled, but the tables have slots for {stay.room}"
         trial.report(
             "allocation", 2, "no_slot", message, request=stay.request, expected=start + num_tokens, observed=stay.room
         )
+
+
+def _check_state_writer(trial: Trial, entry: Entry) -> None:
+    """The block that gets the state after a step is there, and nobody else's."""
+    stay = entry.stay
+    if entry.block == NULL:
+        message = f"position {entry.position} is to get the state after the step's last token, but is null"
+        _report_entry(trial, "allocation", 2, "no_slot", entry, message)
+    elif trial.replay.num_holders[entry.block] > 1:
+        others = sorted({request for request, _, _ in trial.replay.holders(entry.block)} - {stay.request})
+        whom = " and ".join(others) or "twice by itself"
+        message = f"position {entry.position}: block {entry.block} gets the next state, but is also held by {whom}"
+        _report_entry(trial, "allocation", 2, "two_writers", entry, message)
 
 
 def _num_readers(replay: Replay, written: Entry) -> int:
@@ -41,16 +57,16 @@ def _num_readers(replay: Replay, written: Entry) -> int:
     3,
     "A cached key's block holds exactly those tokens; whoever hits, copies or attends to a block finds its own prefix "
     "there, in that step and later.",
-    (Scheduled,),
+    (Scheduled, Updated),
 )
-def check_content(trial: Trial, record: Scheduled) -> None:
+def check_content(trial: Trial, record: Scheduled | Updated) -> None:
     """Law 3. What a request finds is judged when it comes to it, what others do to it when they do it."""
     replay = trial.replay
     for entry, content in replay.hits:
         _check_hit(trial, entry, content)
     for stay, index, position, num_computed in replay.nulls:
         group = replay.groups[index]
-        if not group.may_be_null(position, num_computed):
+        if not group.may_be_null(position, num_computed, stay.num_prompt):
             start = position * group.block_size
             message = (
                 f"position {position} is null, but {token_range(start, start + group.block_size)} are needed by the "
@@ -59,6 +75,9 @@ def check_content(trial: Trial, record: Scheduled) -> None:
             trial.report(
                 "content", 3, "needed_block_null", message, request=stay.request, group=index, positions=[position]
             )
+    for entry in replay.stateless:
+        message = f"the state to go on from was in block {entry.block}, which is no longer in the table"
+        _report_entry(trial, "content", 3, "state_lost", entry, message)
     for entry in replay.replaced:
         message = f"position {entry.position} now names block {entry.block}, which {replay.describe(entry.block)}"
         _report_entry(trial, "content", 3, "entry_replaced", entry, message)
@@ -74,7 +93,8 @@ def _check_hit(trial: Trial, entry: Entry, content: Content | None) -> None:
     """The block must hold the request's own prefix, as far as its local tokens go."""
     replay = trial.replay
     stay = entry.stay
-    end = min((entry.position + 1) * replay.groups[entry.group].block_size, stay.num_local)
+    group = replay.groups[entry.group]
+    end = stay.num_local if group.holds_states else min((entry.position + 1) * group.block_size, stay.num_local)
     if not _holds(trial, content, entry.group, entry.position, stay.request_index, end):
         start = entry.position * replay.groups[entry.group].block_size
         found = replay.describe(entry.block, content) if content is not None else "holds nothing that was written"
@@ -99,14 +119,23 @@ def _check_key(trial: Trial, group_index: int, request_index: int, num_tokens: i
 def _holds(
     trial: Trial, content: Content | None, group: int, position: int, request_index: int, num_tokens: int
 ) -> bool:
-    """Whether a content is the entry at `position` of a request's table, up to its first `num_tokens` tokens."""
-    return (
-        content is not None
-        and content.group == group
-        and content.position == position
-        and content.num_tokens >= num_tokens
-        and trial.replay.prefixes.common(content.stay.request_index, request_index) >= num_tokens
-    )
+    """Whether a content is the entry at `position` of a request's table, up to its first `num_tokens` tokens; or the
+    state after exactly so many, wherever it stands."""
+    if content is None or content.group != group:
+        return False
+    view = trial.replay.groups[group]
+    if view.holds_states:
+        is_there = content.until == num_tokens if content.since is None else _may_be_state(view, content, num_tokens)
+    else:
+        is_there = content.position == position and content.num_tokens >= num_tokens
+    return is_there and trial.replay.prefixes.common(content.stay.request_index, request_index) >= num_tokens
+
+
+def _may_be_state(view: GroupView, checkpoint: Content, num_tokens: int) -> bool:
+    """Whether a step may have left its checkpoint after so many tokens. Its key is all that tells where it did."""
+    assert checkpoint.since is not None
+    steps = num_tokens - checkpoint.since
+    return steps > 0 and num_tokens < checkpoint.until and steps % view.checkpoint_step == 0
 
 
 def _report_entry(trial: Trial, kind: Kind, law: int, cause: str, entry: Entry, message: str) -> None:

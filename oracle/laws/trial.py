@@ -37,7 +37,7 @@ class Trial:
         self.scenario = scenario
         self.rules = rules
         self.contract = contract
-        self.replay = Replay(scenario, rules)
+        self.replay = Replay(scenario, rules, contract is not None and contract.rule().restores_windows)
         self.findings: list[Finding] = []
         self.rows_per_block = [group.block // (group.kernel_block or group.block) for group in scenario.groups]
         self.layers: list[list[str]] = [[] for _ in scenario.groups]

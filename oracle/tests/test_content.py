@@ -41,20 +41,22 @@ def test_salt_and_adapter_are_part_of_the_prefix() -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "num_droppable"),
+    ("group", "start", "end"),
     [
-        ("{kind: full, block: 4}", 0),
-        ("{kind: sliding_window, block: 4, window: 6}", 16),  # the token at 21 sees [16, 22)
-        ("{kind: chunked_local, block: 4, chunk: 8}", 16),
-        ("{kind: mamba, block: 4}", 20),  # the state after 21 tokens lies with the token at 20
-        ("{kind: circular, block: 4}", 0),
+        ("{kind: full, block: 4}", 0, 0),
+        ("{kind: sliding_window, block: 4, window: 6}", 0, 16),  # the token at 21 sees [16, 22)
+        ("{kind: sliding_window_mla, block: 4, window: 6}", 0, 16),
+        ("{kind: rswa, block: 4, window: 6}", 9, 16),  # the prompt of 9 tokens stays
+        ("{kind: chunked_local, block: 4, chunk: 8}", 0, 16),
+        ("{kind: mamba, block: 4}", 0, 20),  # the state after 21 tokens lies with the token at 20
+        ("{kind: circular, block: 4}", 0, 0),
     ],
 )
-def test_what_a_group_may_drop(group: str, num_droppable: int) -> None:
+def test_what_a_group_may_drop(group: str, start: int, end: int) -> None:
     view = Replay(scenario(ENGINE, f"[{group}]", "[{add: {id: A, prompt: [[s, 9]]}}]", "null"), RULES).groups[0]
-    assert view.num_droppable(21) == num_droppable
-    assert [view.may_be_null(position, 21) for position in range(6)] == [
-        position * 4 + 4 <= num_droppable for position in range(6)
+    assert view.droppable(21, 9) == (start, end)
+    assert [view.may_be_null(position, 21, 9) for position in range(6)] == [
+        start <= position * 4 and position * 4 + 4 <= end for position in range(6)
     ]
 
 
