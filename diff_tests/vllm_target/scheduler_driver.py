@@ -192,6 +192,8 @@ class SchedulerDriver:
                 priority=add.priority,
                 block_hasher=self._engine.block_hasher,
             )
+            # As for requests that ask for log probabilities of their prompt.
+            request.skip_reading_prefix_cache = add.skip_cache
             self._num_added += 1
             self._names.add(request)
             self._scheduler.add_request(request)
