@@ -171,9 +171,9 @@ class SchedulerDriver:
             started = time.perf_counter()
             output = self._scheduler.schedule()
             scheduled = time.perf_counter()
-            sampled = self._sample(output)
+            answer = self._model_output(self._samples_of(output))
             resumed = time.perf_counter()
-            self._scheduler.update_from_output(output, sampled)
+            self._scheduler.update_from_output(output, answer)
             seconds.append(time.perf_counter() - resumed + scheduled - started)
         return seconds
 
