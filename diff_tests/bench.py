@@ -111,9 +111,7 @@ def _child_seconds(target: Target, work: Callable[[], None]) -> float:
 
 def decoding(num_requests: int, num_blocks: int) -> Scenario:
     """`num_requests` requests that fit together and decode for long, with prompts of 200 tokens each."""
-    adds = tuple(
-        Add(id=f"R{i}", prompt=(Span(f"s{i}", 0, 200),), max_tokens=3000) for i in range(num_requests)
-    )
+    adds = tuple(Add(id=f"R{i}", prompt=(Span(f"s{i}", 0, 200),), max_tokens=3000) for i in range(num_requests))
     engine = Engine(
         blocks=num_blocks, max_num_seqs=max(16, num_requests), max_num_batched_tokens=max(8192, 200 * num_requests)
     )

@@ -271,9 +271,7 @@ class Campaign:
             self._reduce_fault(report)
 
     def _reduce_fault(self, report: FaultReport) -> None:
-        scenario = generate(
-            SeededChooser(case_seed(self.plan.seed, report.first_case)), self.rules, self.plan.features
-        )
+        scenario = generate(SeededChooser(case_seed(self.plan.seed, report.first_case)), self.rules, self.plan.features)
         reduction = reduce(
             scenario,
             lambda candidate: self._shows(candidate, report.fault),

@@ -177,9 +177,7 @@ def run(scenario: Path, vllm: str, connector: str | None, as_release: str | None
 @_vllm_option
 @_connector_option
 @_as_option
-@click.option(
-    "--minutes", metavar="M", type=click.FloatRange(min=0, min_open=True), help="Stop after M minutes of cases."
-)
+@click.option("--minutes", metavar="M", type=click.FloatRange(min=0, min_open=True), help="Stop after M minutes of cases.")
 @click.option(
     "--cases", metavar="N", type=click.IntRange(min=1), help="Stop after N cases. Default without --minutes: one minute."
 )

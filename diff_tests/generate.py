@@ -199,9 +199,7 @@ def _make_mamba(draft: _Draft, block: int) -> AnyGroup:
 
 KINDS: dict[str, Kind] = {
     "full": Kind(weight=6, make=_make_full, dcp_always=True),
-    "sliding_window": Kind(
-        weight=5, make=_make_sliding_window, skipped=lambda group, x: max(0, x - group.window + 1)
-    ),
+    "sliding_window": Kind(weight=5, make=_make_sliding_window, skipped=lambda group, x: max(0, x - group.window + 1)),
     "mla": Kind(weight=2, make=_make_mla, dcp_always=True),
     "circular": Kind(weight=1, make=_make_circular, companion=True),
     "mamba": Kind(weight=1, make=_make_mamba, skipped=lambda group, x: x - 1, caches=False),
@@ -247,11 +245,7 @@ class _Draft:
 
 def generate(chooser: Chooser, rules: Rules, features: Collection[str] = tuple(FEATURES)) -> Scenario:
     """A valid scenario for a release. `features`: names out of FEATURES that may be switched on."""
-    on = frozenset(
-        name
-        for name in features
-        if FEATURES[name].allowed(rules) and chooser.flag(FEATURES[name].probability)
-    )
+    on = frozenset(name for name in features if FEATURES[name].allowed(rules) and chooser.flag(FEATURES[name].probability))
     draft = _Draft(chooser=chooser, rules=rules, on=on)
     draft.base_block = chooser.one_of((16, 4, 8, 2, 16, 4, 3, 1))
     draft.dcp = chooser.one_of((2, 2, 4)) if "dcp" in on else 1
@@ -563,9 +557,7 @@ def _scheduler_steps(draft: _Draft) -> Iterator[AnyStep]:
         name = request_id(request_index)
         if ended and "reused_ids" in on and chooser.flag(0.5):
             name = ended.pop(chooser.integer(0, len(ended) - 1))
-        yield Add(
-            id=name, prompt=request.prompt, max_tokens=request.max_tokens, salt=request.salt, lora=request.lora
-        )
+        yield Add(id=name, prompt=request.prompt, max_tokens=request.max_tokens, salt=request.salt, lora=request.lora)
         live.append(name)
         if in_burst and chooser.flag(0.6):
             continue

@@ -106,7 +106,9 @@ class _Comparison:
         if isinstance(mine, Updated):
             assert isinstance(theirs, Updated)
             same = (
-                mine.new_tokens == theirs.new_tokens and mine.finished == theirs.finished and mine.step == theirs.step
+                mine.new_tokens == theirs.new_tokens
+                and mine.finished == theirs.finished
+                and mine.step == theirs.step
                 and (mine.events == theirs.events or mine.events is None or theirs.events is None)
             )
             return (None if same else self._field(mine, theirs, _UPDATED)) or self._state(mine, theirs)
@@ -149,8 +151,12 @@ class _Comparison:
         if not same:
             found = self._field(mine, theirs, _SCHEDULED)
             return found or _difference(
-                "schedule", "schedule_order", mine.step, "order of the scheduled requests",
-                list(mine.scheduled), list(theirs.scheduled),
+                "schedule",
+                "schedule_order",
+                mine.step,
+                "order of the scheduled requests",
+                list(mine.scheduled),
+                list(theirs.scheduled),
             )
         finding = self._state(mine, theirs)
         if finding is None and (mine.zeroed != theirs.zeroed or mine.copies != theirs.copies):
@@ -191,7 +197,12 @@ class _Comparison:
             message += f" ({len(ours)} free blocks in the model, {len(real)} in vLLM)"
         shown = slice(index, index + 8)  # enough to see a swap or a shift, however large the pool
         return Finding(
-            kind=kind, cause=cause, step=step, positions=[index], expected=list(ours[shown]), observed=list(real[shown]),
+            kind=kind,
+            cause=cause,
+            step=step,
+            positions=[index],
+            expected=list(ours[shown]),
+            observed=list(real[shown]),
             message=message,
         )
 
@@ -200,8 +211,12 @@ class _Comparison:
             if request not in ours or request not in real:
                 who = "the model" if request in ours else "vLLM"
                 return Finding(
-                    kind="allocation", cause="block_table", step=step, request=request,
-                    expected=ours.get(request), observed=real.get(request),
+                    kind="allocation",
+                    cause="block_table",
+                    step=step,
+                    request=request,
+                    expected=ours.get(request),
+                    observed=real.get(request),
                     message=f"step {step}: {place(request)}only {who} holds blocks for it",
                 )
             none: list[int] = []
@@ -210,8 +225,15 @@ class _Comparison:
                     kind = self._kinds[group] if group < len(self._kinds) else None
                     position, block, other = _first_difference(mine, theirs)
                     return Finding(
-                        kind="allocation", cause="block_table", step=step, request=request, group=group,
-                        group_kind=kind, positions=[position], expected=mine, observed=theirs,
+                        kind="allocation",
+                        cause="block_table",
+                        step=step,
+                        request=request,
+                        group=group,
+                        group_kind=kind,
+                        positions=[position],
+                        expected=mine,
+                        observed=theirs,
                         message=f"step {step}: {place(request, group, kind)}position {position}: the model says "
                         f"{_block(block)}, vLLM has {_block(other)}",
                     )
@@ -227,8 +249,13 @@ class _Comparison:
         name = (group, request_index, num_tokens)
         kind = self._kinds[group] if group < len(self._kinds) else None
         return Finding(
-            kind="pool", cause="cached_keys", step=step, group=group, group_kind=kind,
-            expected=mine.get(name, []), observed=theirs.get(name, []),
+            kind="pool",
+            cause="cached_keys",
+            step=step,
+            group=group,
+            group_kind=kind,
+            expected=mine.get(name, []),
+            observed=theirs.get(name, []),
             message=f"step {step}: {place(None, group, kind)}key of the first {num_tokens} tokens of add {request_index}: "
             f"the model links {_blocks(mine.get(name))}, vLLM {_blocks(theirs.get(name))}",
         )
@@ -238,7 +265,11 @@ class _Comparison:
         cause = ends.get(type(theirs)) or ends.get(type(mine))
         kind: Kind = "crash" if cause else "schedule"
         return Finding(
-            kind=kind, cause=cause or "record", step=_step(theirs), expected=_describe(mine), observed=_describe(theirs),
+            kind=kind,
+            cause=cause or "record",
+            step=_step(theirs),
+            expected=_describe(mine),
+            observed=_describe(theirs),
             message=f"the model expects {_describe(mine)}, vLLM answers with {_describe(theirs)}",
         )
 
@@ -250,8 +281,11 @@ class _Comparison:
         extra = longer[min(len(self._predicted), len(self._observed))]
         kind: Kind = "crash" if isinstance(extra, Failure) else "schedule"
         return Finding(
-            kind=kind, cause="failure" if kind == "crash" else "length", step=_step(extra),
-            expected=len(self._predicted), observed=len(self._observed),
+            kind=kind,
+            cause="failure" if kind == "crash" else "length",
+            step=_step(extra),
+            expected=len(self._predicted),
+            observed=len(self._observed),
             message=f"only {who} goes on, with {_describe(extra)}",
         )
 
@@ -264,7 +298,12 @@ def _difference(kind: Kind, cause: str, step: int, words: str, ours: Any, real: 
         request = next(name for name in [*ours, *real] if ours.get(name) != real.get(name))
         ours, real, where = ours.get(request), real.get(request), place(request)
     return Finding(
-        kind=kind, cause=cause, step=step, request=request, expected=ours, observed=real,
+        kind=kind,
+        cause=cause,
+        step=step,
+        request=request,
+        expected=ours,
+        observed=real,
         message=f"step {step}: {where}{words}: the model says {ours}, vLLM has {real}",
     )
 

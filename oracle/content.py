@@ -153,8 +153,17 @@ class Stay:
     """
 
     __slots__ = (
-        "num_computed", "num_external", "num_found", "num_in_flight", "num_known", "num_local", "num_prompt", "request",
-        "request_index", "room", "sources",
+        "num_computed",
+        "num_external",
+        "num_found",
+        "num_in_flight",
+        "num_known",
+        "num_local",
+        "num_prompt",
+        "request",
+        "request_index",
+        "room",
+        "sources",
     )
 
     def __init__(
@@ -270,8 +279,15 @@ class Replay:
         self.homeless: list[tuple[Stay, int, int]] = []
         self.new_keys: list[tuple[int, int, int, int]] = []
         self._events: tuple[list[Any], ...] = (
-            self.fresh, self.hits, self.nulls, self.replaced, self.advanced, self.stateless, self.overwritten,
-            self.homeless, self.new_keys,
+            self.fresh,
+            self.hits,
+            self.nulls,
+            self.replaced,
+            self.advanced,
+            self.stateless,
+            self.overwritten,
+            self.homeless,
+            self.new_keys,
         )
         self._keys: set[tuple[int, int, int, int]] = set()
         self._rewritten: set[int] = set()

@@ -119,9 +119,7 @@ class FillCheck:
                             self._fill(layer, strip, window, image, rows, ledger)
         return image
 
-    def _fill(
-        self, layer: _Layer, strip: _Strip, window: _Window, image: Tensor, rows: Tensor, ledger: _Ledger
-    ) -> None:
+    def _fill(self, layer: _Layer, strip: _Strip, window: _Window, image: Tensor, rows: Tensor, ledger: _Ledger) -> None:
         target = strip.rows(image, window)
         if not self._values[layer.group].is_random:
             target[rows] = self._constant(layer.group, strip.num_bytes)
@@ -324,9 +322,7 @@ class _Moments:
 class _Ledger:
     """Collects what the windows show, and writes it down per layer. A run seen from two windows is noted once."""
 
-    def __init__(
-        self, layers: Sequence[_Layer], values: Sequence[FillValue], wanted: list[list[int]]
-    ) -> None:
+    def __init__(self, layers: Sequence[_Layer], values: Sequence[FillValue], wanted: list[list[int]]) -> None:
         self.wanted = wanted
         self._layers = layers
         self._values = values
@@ -336,9 +332,7 @@ class _Ledger:
         self._num_padding_bytes = 0
         self._padding_blocks: set[int] = set()
 
-    def note_drawn(
-        self, layer: _Layer, strip: _Strip, window: _Window, rows: Tensor, drawn: Tensor, paint: Tensor
-    ) -> None:
+    def note_drawn(self, layer: _Layer, strip: _Strip, window: _Window, rows: Tensor, drawn: Tensor, paint: Tensor) -> None:
         """Drawn elements must all differ from the paint and be finite; their moments are kept."""
         numbers = drawn.view(_TORCH_DTYPES[self._values[layer.group].dtype]).float()
         unchanged = (drawn == paint).view(*numbers.shape, -1).all(dim=-1)
@@ -351,7 +345,13 @@ class _Ledger:
             self._note(self._faults, layer, strip, window, rows, drawn, faulty, ~unchanged & faulty)
 
     def note_selected(
-        self, layer: _Layer, strip: _Strip, window: _Window, rows: Tensor, actual: Tensor, differs: Tensor,
+        self,
+        layer: _Layer,
+        strip: _Strip,
+        window: _Window,
+        rows: Tensor,
+        actual: Tensor,
+        differs: Tensor,
         changed: Tensor,
     ) -> None:
         """Differing bytes in blocks that were to be written."""
@@ -386,8 +386,15 @@ class _Ledger:
                 yield block_id
 
     def _note(
-        self, notes: dict[str, dict[tuple[int, _Strip], _Note]], layer: _Layer, strip: _Strip, window: _Window,
-        rows: Tensor, actual: Tensor, wrong: Tensor, overwritten: Tensor | None,
+        self,
+        notes: dict[str, dict[tuple[int, _Strip], _Note]],
+        layer: _Layer,
+        strip: _Strip,
+        window: _Window,
+        rows: Tensor,
+        actual: Tensor,
+        wrong: Tensor,
+        overwritten: Tensor | None,
     ) -> None:
         """Writes down the rows that have wrong elements. `overwritten` None: nobody asked for these blocks."""
         low, _ = strip.blocks_in(window)

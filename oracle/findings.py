@@ -6,9 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from msgspec import Struct
 
-Kind = Literal[
-    "schedule", "hit", "allocation", "pool", "content", "selection", "routing", "fill", "event", "crash", "hang"
-]
+Kind = Literal["schedule", "hit", "allocation", "pool", "content", "selection", "routing", "fill", "event", "crash", "hang"]
 
 
 class Fault(NamedTuple):

@@ -92,5 +92,3 @@ def clamp(number: float, dtype: str) -> float:
     """`number` within the finite range of the dtype."""
     largest = _FORMATS[dtype].largest
     return min(max(number, -largest), largest)
-
-

@@ -85,9 +85,7 @@ def _repeats_id(scenario: Scenario) -> bool:
 
 
 def _quotes_output(scenario: Scenario) -> bool:
-    return any(
-        span.stream.endswith(".out") for step in scenario.steps if isinstance(step, Add) for span in step.prompt
-    )
+    return any(span.stream.endswith(".out") for step in scenario.steps if isinstance(step, Add) for span in step.prompt)
 
 
 def test_features_can_be_switched_off() -> None:

@@ -65,8 +65,12 @@ def _check_selected(
     for group, (right, chosen) in enumerate(zip(expected, selection.groups, strict=True)):
         if right != chosen:
             asked = Asked(
-                tables, group, trial.replay.groups[group].block_size, _other_sizes(trial, group),
-                num_local, num_local + num_external,
+                tables,
+                group,
+                trial.replay.groups[group].block_size,
+                _other_sizes(trial, group),
+                num_local,
+                num_local + num_external,
             )
             for cause in selection_causes(asked, right, chosen):
                 _report_selection(trial, request, asked, cause, right, chosen)
@@ -104,8 +108,15 @@ def _report_selection(
     else:
         parts.append(f"expected blocks {expected}, for {external}")
     trial.report(
-        "selection", 4, cause.slug, "; ".join(parts) + cause.words, request=request, group=asked.group,
-        positions=cause.positions, expected=expected, observed=observed,
+        "selection",
+        4,
+        cause.slug,
+        "; ".join(parts) + cause.words,
+        request=request,
+        group=asked.group,
+        positions=cause.positions,
+        expected=expected,
+        observed=observed,
     )
 
 
@@ -132,7 +143,12 @@ def _report_routing(trial: Trial, request: str, sent: Selection | None, received
         told = "nothing" if received is None else f"blocks {received.groups}"
         message = f"the worker was told {told}, the scheduler had selected {sent.groups if sent else 'nothing'}"
         return trial.report(
-            "routing", 5, cause, message, request=request, expected=sent and sent.groups,
+            "routing",
+            5,
+            cause,
+            message,
+            request=request,
+            expected=sent and sent.groups,
             observed=received and received.groups,
         )
     if sent.tokens != received.tokens or len(sent.groups) != len(received.groups):
@@ -147,9 +163,7 @@ def _report_routing(trial: Trial, request: str, sent: Selection | None, received
                 message += f"; block {lost[0]}, which {trial.replay.describe(lost[0])}, did not arrive"
             elif added:
                 message += f"; block {added[0]}, which {trial.replay.describe(added[0])}, was not sent"
-            trial.report(
-                "routing", 5, cause, message, request=request, group=group, expected=ids, observed=arrived
-            )
+            trial.report("routing", 5, cause, message, request=request, group=group, expected=ids, observed=arrived)
     return None
 
 
@@ -252,6 +266,11 @@ def check_distribution(trial: Trial, record: End) -> None:
             message = f"{count} drawn values have mean {mean:.4g} and deviation {std:.4g}"
             message += f" instead of {right_mean:.4g} and {right_std:.4g}"
             trial.report(
-                "fill", 6, "wrong_distribution", message, group=group, expected=[right_mean, right_std],
+                "fill",
+                6,
+                "wrong_distribution",
+                message,
+                group=group,
+                expected=[right_mean, right_std],
                 observed=[mean, std],
             )

@@ -98,9 +98,7 @@ def _check_hit(trial: Trial, entry: Entry, content: Content | None) -> None:
     if not _holds(trial, content, entry.group, entry.position, stay.request_index, end):
         start = entry.position * replay.groups[entry.group].block_size
         found = replay.describe(entry.block, content) if content is not None else "holds nothing that was written"
-        message = (
-            f"position {entry.position}: block {entry.block} hit for {token_range(start, end)}, but it {found}"
-        )
+        message = f"position {entry.position}: block {entry.block} hit for {token_range(start, end)}, but it {found}"
         _report_entry(trial, "content", 3, "hit_wrong_tokens", entry, message)
 
 
@@ -116,9 +114,7 @@ def _check_key(trial: Trial, group_index: int, request_index: int, num_tokens: i
         trial.report("content", 3, "key_wrong_tokens", message, group=group_index, positions=[position], observed=block)
 
 
-def _holds(
-    trial: Trial, content: Content | None, group: int, position: int, request_index: int, num_tokens: int
-) -> bool:
+def _holds(trial: Trial, content: Content | None, group: int, position: int, request_index: int, num_tokens: int) -> bool:
     """Whether a content is the entry at `position` of a request's table, up to its first `num_tokens` tokens; or the
     state after exactly so many, wherever it stands."""
     if content is None or content.group != group:
@@ -140,6 +136,12 @@ def _may_be_state(view: GroupView, checkpoint: Content, num_tokens: int) -> bool
 
 def _report_entry(trial: Trial, kind: Kind, law: int, cause: str, entry: Entry, message: str) -> None:
     trial.report(
-        kind, law, cause, message, request=entry.stay.request, group=entry.group, positions=[entry.position],
+        kind,
+        law,
+        cause,
+        message,
+        request=entry.stay.request,
+        group=entry.group,
+        positions=[entry.position],
         observed=entry.block,
     )

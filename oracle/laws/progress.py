@@ -80,14 +80,21 @@ def same_history(first: History, second: History) -> Finding | None:
             step = getattr(one, "step", 0)
             fields = [name for name in one.__struct_fields__ if getattr(one, name) != getattr(other, name, None)]
             return Finding(
-                kind="schedule", law=10, cause="not_repeatable", step=step,
+                kind="schedule",
+                law=10,
+                cause="not_repeatable",
+                step=step,
                 expected={name: getattr(one, name) for name in fields},
                 observed={name: getattr(other, name, None) for name in fields},
                 message=f"step {step}: a second run differs in {', '.join(fields) or 'the kind of record'}",
             )
     if len(first) != len(second):
         return Finding(
-            kind="schedule", law=10, cause="not_repeatable", expected=len(first), observed=len(second),
+            kind="schedule",
+            law=10,
+            cause="not_repeatable",
+            expected=len(first),
+            observed=len(second),
             message=f"a second run has {len(second)} records instead of {len(first)}",
         )
     return None

@@ -47,8 +47,17 @@ class Trial:
         self._reported: set[object] = set()
 
     def report(
-        self, kind: Kind, law: int, cause: str, message: str, *, request: str | None = None, group: int | None = None,
-        positions: Sequence[int] = (), expected: Any = None, observed: Any = None,
+        self,
+        kind: Kind,
+        law: int,
+        cause: str,
+        message: str,
+        *,
+        request: str | None = None,
+        group: int | None = None,
+        positions: Sequence[int] = (),
+        expected: Any = None,
+        observed: Any = None,
     ) -> None:
         """Notes a finding; a request shows each fault of a group once."""
         if (kind, law, cause, request, group) in self._reported or len(self.findings) >= MAX_FINDINGS:
@@ -58,8 +67,16 @@ class Trial:
         step = self.replay.step
         self.findings.append(
             Finding(
-                kind=kind, law=law, cause=cause, step=step, request=request, group=group, group_kind=group_kind,
-                positions=list(positions), expected=expected, observed=observed,
+                kind=kind,
+                law=law,
+                cause=cause,
+                step=step,
+                request=request,
+                group=group,
+                group_kind=group_kind,
+                positions=list(positions),
+                expected=expected,
+                observed=observed,
                 message=f"step {step}: {place(request, group, group_kind)}{message}",
             )
         )

@@ -191,7 +191,9 @@ def test_refusals() -> None:
     refusal = Refusal(type="ValueError", message="one thing")
     assert compare([refusal], [Refusal(type="ValueError", message="another")]) is None
     pairs: list[tuple[History, History]] = [
-        ([refusal], history_of(CASE)), (history_of(CASE), [refusal]), ([refusal], [Refusal(type="KeyError")]),
+        ([refusal], history_of(CASE)),
+        (history_of(CASE), [refusal]),
+        ([refusal], [Refusal(type="KeyError")]),
     ]
     for predicted, observed in pairs:
         finding = compare(predicted, observed)

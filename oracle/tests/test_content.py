@@ -33,9 +33,15 @@ def test_common_prefixes(one: str, other: str, common: int) -> None:
 
 
 def test_salt_and_adapter_are_part_of_the_prefix() -> None:
-    adds = ", ".join(f"{{add: {{id: {i}, prompt: [[s, 9]]{more}}}}}" for i, more in (
-        ("A", ""), ("B", ", salt: x"), ("C", ", salt: x"), ("D", ", lora: x"),
-    ))
+    adds = ", ".join(
+        f"{{add: {{id: {i}, prompt: [[s, 9]]{more}}}}}"
+        for i, more in (
+            ("A", ""),
+            ("B", ", salt: x"),
+            ("C", ", salt: x"),
+            ("D", ", lora: x"),
+        )
+    )
     prefixes = Prefixes(scenario(ENGINE, FULL, f"[{adds}]", "null"))
     assert [prefixes.common(0, 1), prefixes.common(1, 2), prefixes.common(0, 3), prefixes.common(1, 3)] == [0, 9, 0, 0]
 
@@ -78,7 +84,8 @@ def replayed(case: Scenario, num_records: int) -> Replay:
 
 
 SHARED = scenario(
-    ENGINE, FULL,
+    ENGINE,
+    FULL,
     "[{add: {id: A, prompt: [[s, 9]], max_tokens: 6}}, {step: 2}, "
     "{add: {id: B, prompt: [[s, 8], [b, 3]], max_tokens: 3}}, {run: 50}]",
     "null",
@@ -100,8 +107,10 @@ def test_words_for_blocks() -> None:
 
 def test_words_for_rings() -> None:
     case = scenario(
-        ENGINE, "[{kind: full, block: 4}, {kind: circular, block: 4}]",
-        "[{add: {id: A, prompt: [[s, 6]]}}, {step: 1}]", "null",
+        ENGINE,
+        "[{kind: full, block: 4}, {kind: circular, block: 4}]",
+        "[{add: {id: A, prompt: [[s, 6]]}}, {step: 1}]",
+        "null",
     )
     assert replayed(case, 2).describe(3) == "holds the ring of request A"
 
@@ -118,8 +127,10 @@ def test_who_has_not_ended() -> None:
     history = history_of(SHARED)
     assert replayed(SHARED, len(history) - 1).unfinished() == []
     case = scenario(
-        ENGINE, FULL,
-        "[{add: {id: A, prompt: [[s, 9]], max_tokens: 30}}, {run: 2}, {add: {id: B, prompt: [[s, 9]]}}, {run: 9}]", "null",
+        ENGINE,
+        FULL,
+        "[{add: {id: A, prompt: [[s, 9]], max_tokens: 30}}, {run: 2}, {add: {id: B, prompt: [[s, 9]]}}, {run: 9}]",
+        "null",
     )
     first_run = next(i for i, record in enumerate(history_of(case)) if getattr(record, "action", "") == "run")
     assert replayed(case, first_run + 1).unfinished() == ["A"]

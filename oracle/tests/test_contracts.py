@@ -32,7 +32,8 @@ def test_all_tokens_but_the_last_are_external() -> None:
 def test_of_a_shared_prefix_only_the_suffix_block(gone: bool) -> None:
     wait = "{run: 50}" if gone else "{step: 1}"
     case = scenario(
-        BIG, FULL,
+        BIG,
+        FULL,
         f"[{{add: {{id: A, prompt: [[s, 1616], [a, 5]], max_tokens: 4}}}}, {wait}, "
         "{add: {id: B, prompt: [[s, 1616], [b, 5]], max_tokens: 4}}, {step: 1}]",
     )
@@ -70,11 +71,19 @@ def test_once_in_the_life_of_a_request() -> None:
         ("[{kind: mla, block: 4}, {kind: full, block: 16}]", 1, [[1, 2, 3, 4, 5], [6, 7]], 8, 8, [[3, 4], [6]]),
         (
             "[{kind: full, block: 16}, {kind: sliding_window, block: 16, window: 20}]",
-            1, [[1, 2, 3, 4], [0, 0, 5, 6]], 0, 53, [[1, 2, 3, 4], [5, 6]],
+            1,
+            [[1, 2, 3, 4], [0, 0, 5, 6]],
+            0,
+            53,
+            [[1, 2, 3, 4], [5, 6]],
         ),
         (
             "[{kind: full, block: 16}, {kind: sliding_window, block: 16, window: 16}]",
-            2, [[1, 2], [0, 0, 5, 6]], 0, 53, [[1, 2], [5, 6]],
+            2,
+            [[1, 2], [0, 0, 5, 6]],
+            0,
+            53,
+            [[1, 2], [5, 6]],
         ),
         ("[{kind: full, block: 16}, {kind: circular, block: 8}]", 1, [[1, 2, 3], [4]], 32, 1, [[3], [4]]),
         ("[{kind: mamba, block: 16, speculative_blocks: 2}]", 1, [[0, 0, 5, 6, 7]], 0, 40, [[5]]),
@@ -95,7 +104,9 @@ def test_what_a_fill_leaves() -> None:
         "{kind: full, block: 16, dtype: fp8_e4m3}]"
     )
     case = scenario(
-        "{blocks: 60, max_model_len: 64, prefix_caching: false}", groups, "[{add: {id: A, prompt: [[a, 9]]}}]",
+        "{blocks: 60, max_model_len: 64, prefix_caching: false}",
+        groups,
+        "[{add: {id: A, prompt: [[a, 9]]}}]",
         "{name: DecodeBenchConnector, extra: {fill_mean: 1000000.0}}",
     )
     contract = contract_for(case, RULES)
@@ -106,8 +117,10 @@ def test_what_a_fill_leaves() -> None:
 
 def test_drawn_values_where_memory_holds_numbers() -> None:
     case = scenario(
-        "{blocks: 60, max_model_len: 64, prefix_caching: false}", "[{kind: full, block: 16}, {kind: mamba, block: 64}]",
-        "[{add: {id: A, prompt: [[a, 9]]}}]", "{name: DecodeBenchConnector, extra: {fill_std: 0.5}}",
+        "{blocks: 60, max_model_len: 64, prefix_caching: false}",
+        "[{kind: full, block: 16}, {kind: mamba, block: 64}]",
+        "[{add: {id: A, prompt: [[a, 9]]}}]",
+        "{name: DecodeBenchConnector, extra: {fill_std: 0.5}}",
     )
     contract = contract_for(case, RULES)
     assert contract is not None
@@ -125,7 +138,9 @@ def test_drawn_values_where_memory_holds_numbers() -> None:
 )
 def test_the_fill_at_startup(groups: str, release: str, num_blocks: list[int]) -> None:
     case = scenario(
-        "{blocks: 9, max_model_len: 64, prefix_caching: false}", groups, "[{add: {id: A, prompt: [[a, 9]]}}]",
+        "{blocks: 9, max_model_len: 64, prefix_caching: false}",
+        groups,
+        "[{add: {id: A, prompt: [[a, 9]]}}]",
         "{name: DecodeBenchConnector, extra: {startup_fill: true}}",
     )
     contract = contract_for(case, rules_of(release))

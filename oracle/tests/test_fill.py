@@ -95,7 +95,9 @@ def test_requests_are_taken_together(memory_and_check: tuple[Memory, FillCheck])
     made, check = memory_and_check
     fill(made, [[3, 1, 2], [5]])
     assert summary(check.verify([[3, 1], [5]], [[1, 2], []])) == [
-        ("a", [3, 1, 2], "filled"), ("b", [3, 1, 2], "filled"), ("c", [5], "filled"),
+        ("a", [3, 1, 2], "filled"),
+        ("b", [3, 1, 2], "filled"),
+        ("c", [5], "filled"),
     ]
 
 
@@ -111,7 +113,10 @@ def test_unwritten_blocks(memory_and_check: tuple[Memory, FillCheck]) -> None:
     fill(made, [[3], []])
     entries = check.verify(IDS)
     assert summary(entries) == [
-        ("a", [3], "filled"), ("a", [1], "unwritten"), ("b", [3], "filled"), ("b", [1], "unwritten"),
+        ("a", [3], "filled"),
+        ("a", [1], "unwritten"),
+        ("b", [3], "filled"),
+        ("b", [1], "unwritten"),
         ("c", [5], "unwritten"),
     ]
     assert entries[1].num_bytes == 128
@@ -177,7 +182,9 @@ def test_where_groups_share_bytes_the_union_counts(memory_and_check: tuple[Memor
     made, check = memory_and_check
     fill(made, [[3], [3]])  # c's zeros lie over the first half of a's block
     assert summary(check.verify([[3], [3]])) == [
-        ("a", [3], "filled"), ("b", [3], "filled"), ("c", [3], "filled"),
+        ("a", [3], "filled"),
+        ("b", [3], "filled"),
+        ("c", [3], "filled"),
     ]
 
 
@@ -240,7 +247,10 @@ def test_drawn_values_that_were_not_drawn(device: str, window: int) -> None:
     made.view("b")[3][2] = float("inf")
     made.view("c")[5] = 0
     assert summary(check.verify(IDS)) == [
-        ("a", [3], "filled"), ("a", [1], "unwritten"), ("b", [1], "unwritten"), ("b", [3], "wrong_value"),
+        ("a", [3], "filled"),
+        ("a", [1], "unwritten"),
+        ("b", [1], "unwritten"),
+        ("b", [3], "wrong_value"),
         ("c", [5], "filled"),
     ]
 

@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 CASE = scenario(
     "{blocks: 20, max_model_len: 64}",
     "[{kind: full, block: 4, kernel_block: 2, dtype: fp8_e4m3}, {kind: full, block: 4, dtype: bfloat16}]",
-    "[{add: {id: A, prompt: [[a, 9]]}}]", "{name: DecodeBenchConnector, extra: {fill_std: 0.5}}",
+    "[{add: {id: A, prompt: [[a, 9]]}}]",
+    "{name: DecodeBenchConnector, extra: {fill_std: 0.5}}",
 )
 ENTRY = """
 [[issue]]
@@ -54,7 +55,8 @@ def test_every_entry_points_at_what_is_there(issue: KnownIssue) -> None:
     assert issue.law in {law.number for law in LAWS}
     assert "vllm" in (ROOT / issue.script).read_text()
     assert not {"sim", "oracle", "diff_tests"} & {
-        line.split()[1].split(".")[0] for line in (ROOT / issue.script).read_text().splitlines()
+        line.split()[1].split(".")[0]
+        for line in (ROOT / issue.script).read_text().splitlines()
         if line.startswith(("import ", "from "))
     }
 
@@ -110,7 +112,9 @@ def test_conditions(condition: str, group: int | None, fits: bool) -> None:
 )
 def test_fills_that_memory_cannot_take(group: str, extra: str, out_of_range: bool) -> None:
     case = scenario(
-        "{blocks: 20, max_model_len: 64}", f"[{group}]", "[{add: {id: A, prompt: [[a, 9]]}}]",
+        "{blocks: 20, max_model_len: 64}",
+        f"[{group}]",
+        "[{add: {id: A, prompt: [[a, 9]]}}]",
         f"{{name: DecodeBenchConnector, extra: {extra}}}",
     )
     issue = entry("where = { fill_out_of_range = true }")

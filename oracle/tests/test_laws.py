@@ -173,8 +173,10 @@ def test_law_2_one_block_for_two_groups() -> None:
 def test_law_2_readers_may_come_in_the_same_step() -> None:
     """B hits a block that A computes in that very step."""
     case = scenario(
-        "{blocks: 20, max_model_len: 64}", "[{kind: full, block: 4}]",
-        "[{add: {id: A, prompt: [[s, 9]]}}, {add: {id: B, prompt: [[s, 8], [b, 3]]}}, {run: 50}]", "null",
+        "{blocks: 20, max_model_len: 64}",
+        "[{kind: full, block: 4}]",
+        "[{add: {id: A, prompt: [[s, 9]]}}, {add: {id: B, prompt: [[s, 8], [b, 3]]}}, {run: 50}]",
+        "null",
     )
     history = history_of(case)
     assert scheduled(history, 1).hits["B"] == 8
@@ -199,9 +201,11 @@ def test_law_3_a_hit_on_other_tokens() -> None:
 def test_law_3_a_hit_on_tokens_that_differ() -> None:
     """The same history, but the prompts share less than what was hit."""
     other = scenario(
-        "{blocks: 20, max_model_len: 64}", "[{kind: full, block: 4}]",
+        "{blocks: 20, max_model_len: 64}",
+        "[{kind: full, block: 4}]",
         "[{add: {id: A, prompt: [[s, 9]], max_tokens: 6}}, {step: 2}, "
-        "{add: {id: B, prompt: [[s, 7], [b, 4]], max_tokens: 3}}, {run: 50}]", "null",
+        "{add: {id: B, prompt: [[s, 7], [b, 4]], max_tokens: 3}}, {run: 50}]",
+        "null",
     )
     assert "hit_wrong_tokens" in causes(other, history_of(SHARED), 3)
 
@@ -212,9 +216,7 @@ def test_law_3_a_hit_across_salts() -> None:
         "{{add: {{id: B, prompt: [[s, 8], [b, 3]], max_tokens: 3{salt}}}}}, {{run: 50}}]"
     )
     engine, groups = "{blocks: 20, max_model_len: 64}", "[{kind: full, block: 4}]"
-    plain, salted = (
-        scenario(engine, groups, text.format(salt=salt), "null") for salt in ("", ", salt: pepper")
-    )
+    plain, salted = (scenario(engine, groups, text.format(salt=salt), "null") for salt in ("", ", salt: pepper"))
     assert causes(plain, history_of(plain)) == []
     assert causes(salted, history_of(salted)) == []
     assert "hit_wrong_tokens" in causes(salted, history_of(plain), 3)
@@ -223,9 +225,11 @@ def test_law_3_a_hit_across_salts() -> None:
 def test_law_3_outputs_are_part_of_the_prefix() -> None:
     """B's prompt continues A's by what A generated, and hits it."""
     case = scenario(
-        "{blocks: 20, max_model_len: 64}", "[{kind: full, block: 4}]",
+        "{blocks: 20, max_model_len: 64}",
+        "[{kind: full, block: 4}]",
         "[{add: {id: A, prompt: [[s, 7]], max_tokens: 6}}, {run: 50}, "
-        "{add: {id: B, prompt: [[s, 7], [A.out, 6], [b, 3]], max_tokens: 3}}, {run: 50}]", "null",
+        "{add: {id: B, prompt: [[s, 7], [A.out, 6], [b, 3]], max_tokens: 3}}, {run: 50}]",
+        "null",
     )
     history = history_of(case)
     assert any(isinstance(record, Scheduled) and record.hits.get("B") == 12 for record in history)
@@ -405,7 +409,8 @@ def test_law_4_says_whose_tokens_the_chosen_block_holds() -> None:
 
 def test_law_4_a_block_size_without_context_parallelism() -> None:
     case = scenario(
-        "{blocks: 40, max_model_len: 128, dcp: 2}", "[{kind: full, block: 16}]",
+        "{blocks: 40, max_model_len: 128, dcp: 2}",
+        "[{kind: full, block: 16}]",
         "[{add: {id: B, prompt: [[s, 33]]}}, {run: 50}]",
     )
     history = history_of(case)
@@ -534,16 +539,19 @@ def write(history: History, *entries: Written) -> None:
         ([Written(0, "g0.l1", [9, 10], "unwritten", num_bytes=9)], "wrong_layers", 0),
         (
             [Written(0, "g0.l1", [9], "filled", "763c", 9), Written(0, "g0.l1", [10], "unwritten", num_bytes=9)],
-            "missing_block", 0,
+            "missing_block",
+            0,
         ),
         ([Written(2, "g2.l0", [13], "wrong_value", "763c", 9)], "wrong_value", 2),
         (
             [Written(0, "g0.l0", [9, 10], "filled", "763c", 9), Written(0, "g0.l0", [1], "outside", "763c", 9)],
-            "outside_selection", 0,
+            "outside_selection",
+            0,
         ),
         (
             [Written(0, "g0.l0", [9, 10], "filled", "763c", 9), Written(0, "g0.l0", [11, 12], "outside", "763c", 9)],
-            "wrong_layers", 0,
+            "wrong_layers",
+            0,
         ),
         ([Written(-1, "", [4], "padding", num_bytes=1)], "padding_written", None),
     ],
@@ -575,7 +583,8 @@ def test_law_6_a_layer_nobody_looked_at() -> None:
 
 def test_law_6_block_ids_taken_for_rows() -> None:
     case = scenario(
-        "{blocks: 40, max_model_len: 64}", "[{kind: full, block: 4, kernel_block: 2}]",
+        "{blocks: 40, max_model_len: 64}",
+        "[{kind: full, block: 4, kernel_block: 2}]",
         "[{add: {id: B, prompt: [[s, 9]]}}, {run: 50}]",
     )
     history = history_of(case)
@@ -588,7 +597,9 @@ def test_law_6_block_ids_taken_for_rows() -> None:
 
 
 DRAWN = scenario(
-    "{blocks: 40, max_model_len: 64}", "[{kind: full, block: 4}]", "[{add: {id: B, prompt: [[s, 9]]}}, {run: 50}]",
+    "{blocks: 40, max_model_len: 64}",
+    "[{kind: full, block: 4}]",
+    "[{add: {id: B, prompt: [[s, 9]]}}, {run: 50}]",
     "{name: DecodeBenchConnector, extra: {fill_mean: 0.5, fill_std: 0.25}}",
 )
 
@@ -613,7 +624,8 @@ def test_law_6_drawn_values(mean: float, std: float, is_right: bool) -> None:
 
 def test_law_6_the_fill_at_startup() -> None:
     case = scenario(
-        "{blocks: 9, max_model_len: 16}", "[{kind: full, block: 4}, {kind: circular, block: 4}]",
+        "{blocks: 9, max_model_len: 16}",
+        "[{kind: full, block: 4}, {kind: circular, block: 4}]",
         "[{add: {id: B, prompt: [[s, 9]]}}, {run: 50}]",
         "{name: DecodeBenchConnector, extra: {startup_fill: true}}",
     )
@@ -654,7 +666,9 @@ def test_law_8_a_standstill() -> None:
 
 def test_law_8_promises_nothing_in_a_pool_that_vllm_refuses() -> None:
     small = scenario(
-        "{blocks: 8, max_model_len: 32}", "[{kind: full, block: 4}]", "[{add: {id: A, prompt: [[s, 9]]}}, {run: 200}]",
+        "{blocks: 8, max_model_len: 32}",
+        "[{kind: full, block: 4}]",
+        "[{add: {id: A, prompt: [[s, 9]]}}, {run: 200}]",
         "null",
     )
     assert verdicts(small, stalled(small)) == []
@@ -690,7 +704,9 @@ def test_law_8_a_block_that_stays_held() -> None:
 
 def test_law_8_speaks_of_ends_only_where_the_scenario_ends_in_a_run() -> None:
     case = scenario(
-        "{blocks: 20, max_model_len: 64}", "[{kind: full, block: 4}]", "[{add: {id: A, prompt: [[s, 9]]}}, {step: 2}]",
+        "{blocks: 20, max_model_len: 64}",
+        "[{kind: full, block: 4}]",
+        "[{add: {id: A, prompt: [[s, 9]]}}, {step: 2}]",
         "null",
     )
     assert verdicts(case, history_of(case)) == []
@@ -714,7 +730,8 @@ def test_law_10() -> None:
 
 def test_hand_made_tables_are_judged_by_the_laws_about_connectors_only() -> None:
     case = scenario(
-        "{blocks: 40, max_model_len: 64}\ndriver: direct", "[{kind: full, block: 16}]",
+        "{blocks: 40, max_model_len: 64}\ndriver: direct",
+        "[{kind: full, block: 16}]",
         "[{direct: {id: B, num_tokens: 41, local: 20, tables: [[7, 8, 9]]}}, {step: 1}]",
     )
     alike = scenario(
@@ -723,8 +740,15 @@ def test_hand_made_tables_are_judged_by_the_laws_about_connectors_only() -> None
     start = history_of(alike)[0]
     right = {"B": Selection([[8, 9]], 20)}
     record = Scheduled(
-        step=1, scheduled={"B": 1}, admitted=["B"], hits={"B": 20}, external={"B": 20}, tables={"B": [[7, 8, 9]]},
-        selected=right, received=right, written=filled(case, right),
+        step=1,
+        scheduled={"B": 1},
+        admitted=["B"],
+        hits={"B": 20},
+        external={"B": 20},
+        tables={"B": [[7, 8, 9]]},
+        selected=right,
+        received=right,
+        written=filled(case, right),
     )
     assert verdicts(case, [start, record]) == []
     early = {"B": Selection([[7, 8, 9]], 20)}
@@ -751,7 +775,8 @@ def test_a_fault_is_told_once_per_request_and_group() -> None:
 
 def test_an_id_may_come_again() -> None:
     case = scenario(
-        "{blocks: 20, max_model_len: 64}", "[{kind: full, block: 4}]",
+        "{blocks: 20, max_model_len: 64}",
+        "[{kind: full, block: 4}]",
         "[{add: {id: A, prompt: [[s, 9]], max_tokens: 3}}, {step: 1}, {abort: A}, "
         "{add: {id: A, prompt: [[t, 9]], max_tokens: 3}}, {run: 50}, "
         "{add: {id: A, prompt: [[s, 11]], max_tokens: 3}}, {run: 9}]",
