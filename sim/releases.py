@@ -65,8 +65,6 @@ class Rules:
 
     popped_tables_lose_leading_nulls: bool
     """[0.33] Tables whose release is deferred go without their leading nulls; the free order does not depend on it."""
-    draft_is_part_of_spec: bool
-    """[0.33] A speculator's group is no longer looked up together with an equal group of the main model."""
 
     # -- Mamba, mode align
     checkpoints_at_positions: bool
@@ -142,7 +140,6 @@ _V0_33 = Rules(
     adapter_and_salt_are_told_apart=True,
     hashes_look_ahead_for_eagle=True,
     popped_tables_lose_leading_nulls=True,
-    draft_is_part_of_spec=True,
     checkpoints_at_positions=True,
     checkpoint_only_at_prefill_end=True,
     checkpoints_at_hit_alignment=True,
@@ -178,7 +175,6 @@ _V0_32 = replace(
     marked_groups_drop_only_with_eagle=False,
     hashes_look_ahead_for_eagle=False,
     popped_tables_lose_leading_nulls=False,
-    draft_is_part_of_spec=False,
     tail_is_not_registered_twice=False,
 )
 _V0_31 = replace(
