@@ -135,25 +135,28 @@ def expectation_of(outcome: Outcome) -> Expectation:
 
 
 def case_of(failure: SavedFailure, path: Path) -> CorpusCase:
-    """A saved failure as a case that expects it on its release."""
-    findings = failure.smallest_findings
-    headline = next((saved.finding for saved in findings if saved.issue is None), findings[0].finding)
-    expected = Expectation("different", faults_of(saved.finding for saved in findings))
+    """A saved failure as a case. It expects the faults on their release; what a changed vLLM or connector did wrong is
+    expected to go well on the unmodified release."""
+    headline = failure.headline
+    expected = Expectation("different", faults_of(saved.finding for saved in failure.smallest_findings))
+    if failure.is_of_changed_code:
+        expected = Expectation("same")
     return CorpusCase(path, headline.message, {failure.release: expected}, failure.smallest, is_failure=True)
 
 
 def keep(failure: SavedFailure, folder: Path = CORPUS, why: str | None = None) -> tuple[CorpusCase, bool]:
     """Makes a corpus case of a failure. Returns it and whether it is new.
 
-    A case that already expects the same faults is not doubled: it learns of the release instead, and of the scenario
-    where the new one is smaller.
+    A case that already expects the same faults, or was kept for the same fault, is not doubled: it learns of the release
+    instead, and of the scenario where the new one is smaller.
     """
-    new = case_of(failure, folder / "new.yaml")
-    release, expected = next(iter(new.expect.items()))
-    new.path, new.is_failure = folder / f"{fault_slug(expected.faults[0])}.yaml", False
+    faults = faults_of(saved.finding for saved in failure.smallest_findings)
+    new = case_of(failure, folder / f"{fault_slug(failure.headline.fault)}.yaml")
+    new.is_failure = False
     new.why = why or new.why
+    release, expected = next(iter(new.expect.items()))
     for old in find_cases([folder]) if folder.is_dir() else []:
-        if any(set(e.faults) == set(expected.faults) for e in old.expect.values()):
+        if old.path == new.path or any(e.faults == faults for e in old.expect.values()):
             return _merged(old, new, release, expected), False
     save_case(new)
     return new, True

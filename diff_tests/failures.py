@@ -11,6 +11,7 @@ from msgspec import Struct
 from diff_tests.run import Outcome
 from oracle.findings import Finding
 from sim.history import Record
+from sim.releases import RELEASES
 from sim.scenario import Scenario, ScenarioError, parse, plain
 
 VERSION = 1
@@ -50,9 +51,20 @@ class SavedFailure(Struct, kw_only=True, omit_defaults=True):
         return parse(self.reduced or self.scenario)
 
     @property
+    def is_of_changed_code(self) -> bool:
+        """Whether a connector of the user's, or a vLLM that is no release, was under test."""
+        return self.connector is not None or self.vllm not in ("current", *RELEASES)
+
+    @property
     def smallest_findings(self) -> list[SavedFinding]:
         """The findings of `smallest`."""
         return self.reduced_findings if self.reduced else self.findings
+
+    @property
+    def headline(self) -> Finding:
+        """The first finding that no known issue explains, else the first."""
+        findings = self.smallest_findings
+        return next((saved.finding for saved in findings if saved.issue is None), findings[0].finding)
 
 
 def saved_findings(outcome: Outcome) -> list[SavedFinding]:

@@ -96,10 +96,19 @@ def test_keeping_a_failure_twice_keeps_it_once(tmp_path: Path) -> None:
     assert set(load_case(case.path).expect) == {"0.29.0", "0.30.0"}
 
 
+def test_a_fault_of_changed_code_is_kept_as_what_the_release_must_not_do(tmp_path: Path) -> None:
+    outcome = _outcome("different", EARLY)
+    failure = failure_of(outcome, vllm="current", release="0.32.0", connector="mine.py", seed=1, case=2)
+    case, is_new = keep(failure, tmp_path)
+    assert is_new
+    assert load_case(case.path).expect == {"0.32.0": Expectation("same")}
+    assert not keep(failure, tmp_path)[1]
+
+
 def test_two_faults_are_two_cases(tmp_path: Path) -> None:
     for finding in (EARLY, LATE):
         outcome = _outcome("different", finding)
-        keep(failure_of(outcome, vllm="x", release="0.29.0", connector=None, seed=1, case=2), tmp_path)
+        keep(failure_of(outcome, vllm="0.29.0", release="0.29.0", connector=None, seed=1, case=2), tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
 
 
