@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from sim.connector import ConnectorRule
 from sim.coordinator import Hits
@@ -21,7 +21,7 @@ class Plan:
     """What one call of `schedule` decided. Token counts by request, in vLLM's order.
 
     drafts: drafted tokens among the scheduled ones; accepted: how many of them the model accepts. samples: requests that
-    get a token from this step. fence: the number of steps with tokens up to this one.
+    get a token from this step.
     """
 
     __slots__ = (
@@ -32,7 +32,6 @@ class Plan:
         "copies",
         "drafts",
         "external",
-        "fence",
         "hits",
         "preempted",
         "resumed",
@@ -55,7 +54,6 @@ class Plan:
         self.asked: list[tuple[str, int, int | None]] = []
         self.zeroed: list[int] = []
         self.copies: list[tuple[int, int]] = []
-        self.fence = 0
 
 
 class PaddingError(PredictedError):
@@ -281,8 +279,9 @@ class Scheduler:
         return self.connector is not None and self.connector.requires_kv_delivery
 
     def _schedule_waiting(self, plan: Plan, budget: Budget, threshold: int, defers_prefills: bool) -> None:
+        """Admits from the head of the queues until somebody does not fit."""
         running_prefill = any(request.is_prefill_chunk for request in plan.scheduled)
-        beside_decodes = bool(plan.scheduled) and not running_prefill
+        beside = None if running_prefill else bool(plan.scheduled)
         passed_over: list[Request] = []
         while budget.is_open and len(self.running) < self.engine.max_num_seqs:
             queue = self._next_queue()
@@ -293,54 +292,56 @@ class Scheduler:
             if found is None:
                 passed_over.append(queue.pop())
                 continue
-            num_computed = request.num_computed + found.hits.num_tokens + found.num_external
-            num_replayed = num_new = 0
-            padded = False
-            if not found.loads_later:
-                if defers_prefills and num_computed < len(request.tokens) - 1:
-                    break
-                num_replayed = self._num_replayed(found) if request.num_computed == 0 else 0
-                may_pad = not running_prefill and (
-                    beside_decodes or (num_computed > num_replayed and self.rules.lone_admission_is_padded)
-                )
-                num_new, padded = self._size_admission(request, num_computed - num_replayed, budget, threshold, may_pad)
-                if num_new == 0:
-                    break
-            fits = self.kv.allocate_slots(
-                request,
-                max(num_new - num_replayed, 0),
-                found.hits,
-                found.num_external,
-                num_lookahead=0 if found.loads_later else self.num_lookahead,
-                num_reserved=self._num_reserved_blocks() if found.loads_later else 0,
-                gate=self.engine.reserve_full_isl,
-                others_running=bool(self.running),
-                loads_later=found.loads_later,
-            )
-            if not fits:
+            if defers_prefills and not found.loads_later and found.num_computed < len(request.tokens) - 1:
                 break
-            if self.connector is not None:
-                self.connector.allocated(request.id, found.num_external)
+            size = NOTHING_NEW if found.loads_later else self._size_admission(request, found, budget, threshold, beside)
+            if size is None or not self._fits(request, found, size):
+                break
             queue.pop()
-            plan.external[request.id] = found.num_external
-            plan.hits[request.id] = num_computed - num_replayed - found.num_external
-            request.num_computed = num_computed - num_replayed
+            self._grant(request, found, size, plan)
             if found.loads_later:
                 request.status = Status.LOADING
                 self._prefilling[request] = None
                 passed_over.append(request)
-                continue
-            self._admit(request, plan)
-            plan.scheduled[request] = num_new
-            plan.admits_prefill |= request.num_computed < len(request.tokens) - 1
-            if request.num_computed + num_new < len(request.tokens):
-                self._prefilling[request] = None
-            if padded:
-                if num_new != 1 + self.num_spec:
-                    raise PaddingError("a padded admission was cut by the long-prefill threshold")
-                plan.drafts[request] = self.num_spec
-            budget.spend(num_new)
+            else:
+                self._admit(request, size, plan)
+                budget.spend(size.num_new)
         self._put_back(passed_over)
+
+    def _fits(self, request: Request, found: Found, size: Size) -> bool:
+        return self.kv.allocate_slots(
+            request,
+            max(size.num_new - size.num_replayed, 0),
+            found.hits,
+            found.num_external,
+            num_lookahead=0 if found.loads_later else self.num_lookahead,
+            num_reserved=self._num_reserved_blocks() if found.loads_later else 0,
+            gate=self.engine.reserve_full_isl,
+            others_running=bool(self.running),
+            loads_later=found.loads_later,
+        )
+
+    def _grant(self, request: Request, found: Found, size: Size, plan: Plan) -> None:
+        """What was found counts as computed, less what is computed again."""
+        if self.connector is not None:
+            self.connector.allocated(request.id, found.num_external)
+        request.num_computed = found.num_computed - size.num_replayed
+        plan.external[request.id] = found.num_external
+        plan.hits[request.id] = request.num_computed - found.num_external
+
+    def _admit(self, request: Request, size: Size, plan: Plan) -> None:
+        (plan.resumed if request.status == Status.PREEMPTED else plan.admitted).append(request.id)
+        request.status = Status.RUNNING
+        self._passed_over.discard(request)
+        self.running.append(request)
+        plan.scheduled[request] = size.num_new
+        plan.admits_prefill |= request.num_computed < len(request.tokens) - 1
+        if request.num_computed + size.num_new < len(request.tokens):
+            self._prefilling[request] = None
+        if size.padded:
+            if size.num_new != 1 + self.num_spec:
+                raise PaddingError("a padded admission was cut by the long-prefill threshold")
+            plan.drafts[request] = self.num_spec
 
     def _next_queue(self) -> WaitingQueue | None:
         """The queue whose head is looked at next; None if nobody may be admitted."""
@@ -381,36 +382,48 @@ class Scheduler:
             request.num_computed -= 1
         request.status = Status.PREEMPTED if request.num_preemptions else Status.WAITING
 
-    def _num_replayed(self, found: Found) -> int:
-        """Tokens of a hit to be computed again because a sliding window's cache does not keep them."""
-        if not self._replay_window or found.restores_window:
-            return 0
-        return min(self._replay_window, found.hits.num_tokens + found.num_external)
-
     def _size_admission(
-        self, request: Request, num_computed: int, budget: Budget, threshold: int, may_pad: bool
-    ) -> tuple[int, bool]:
-        """(tokens that an admission gets, whether it is padded to the shape of a decode step with drafts). 0 tokens: it
-        cannot be admitted in this step, nor can those behind it."""
+        self, request: Request, found: Found, budget: Budget, threshold: int, beside: bool | None
+    ) -> Size | None:
+        """How much of the request this step computes; None: it cannot be admitted, nor can those behind it.
+
+        beside: whether running requests were scheduled before; None: prefills among them.
+        """
+        num_replayed = self._num_replayed(request, found)
+        num_computed = found.num_computed - num_replayed
         num_new = len(request.tokens) - num_computed
-        padded = may_pad and num_new == 1 and self._has_room_for_drafts(num_computed)
+        padded = num_new == 1 and self._pads_to_drafts(num_computed, beside)
         if padded:
             num_new = 1 + self.num_spec
             if num_new > budget.per_request:
-                return 0, False
+                return None
         if 0 < threshold < num_new:
             num_new = threshold
         if not self.engine.chunked_prefill and num_new > budget.per_request:
-            return 0, False
+            return None
         num_new = min(num_new, budget.per_request)
         if self.mamba_split is not None:
             num_new = self.mamba_split.cut(request, num_computed, num_new)
-            if padded and num_new not in (0, 1 + self.num_spec):
-                return 1, False
-        return num_new, padded
+            if num_new == 0:
+                return None
+            if padded and num_new != 1 + self.num_spec:
+                num_new, padded = 1, False
+        return Size(num_new, num_replayed, padded)
 
-    def _has_room_for_drafts(self, num_computed: int) -> bool:
-        return self.num_spec > 0 and num_computed + 1 + self.num_spec + 1 <= self.engine.max_model_len
+    def _num_replayed(self, request: Request, found: Found) -> int:
+        """Tokens of a hit to be computed again because a sliding window's cache does not keep them. A load that arrived
+        has seen to it already."""
+        if not self._replay_window or found.restores_window or request.num_computed > 0:
+            return 0
+        return min(self._replay_window, found.num_computed)
+
+    def _pads_to_drafts(self, num_computed: int, beside: bool | None) -> bool:
+        """Whether an admission with one token to compute gets the shape of a decode step with drafts."""
+        if not self.num_spec or beside is None:
+            return False
+        if not beside and not (num_computed > 0 and self.rules.lone_admission_is_padded):
+            return False
+        return num_computed + 1 + self.num_spec + 1 <= self.engine.max_model_len
 
     def _num_reserved_blocks(self) -> int:
         """Blocks that requests in their prefill still need, and a load's own next step with drafts: a load that holds
@@ -429,7 +442,7 @@ class Scheduler:
         """Local hits and external tokens; None if the connector does not know yet. A hit that ends inside a block is cut
         back to whole blocks if the connector has more, and else taken without it."""
         if request.num_computed > 0:
-            return Found(self.kv.no_hits)
+            return Found(self.kv.no_hits, num_before=request.num_computed)
         hits = self.kv.computed_blocks(request)
         if self.connector is None:
             return self._without_short_hit(Found(hits))
@@ -453,16 +466,9 @@ class Scheduler:
 
     def _without_short_hit(self, found: Found) -> Found:
         """A hit that would be computed again whole is not taken at all."""
-        num_found = found.hits.num_tokens + found.num_external
-        if self._replay_window and not found.restores_window and 0 < num_found <= self._replay_window:
+        if self._replay_window and not found.restores_window and 0 < found.num_computed <= self._replay_window:
             return Found(self.kv.no_hits)
         return found
-
-    def _admit(self, request: Request, plan: Plan) -> None:
-        (plan.resumed if request.status == Status.PREEMPTED else plan.admitted).append(request.id)
-        request.status = Status.RUNNING
-        self._passed_over.discard(request)
-        self.running.append(request)
 
     def _finish_plan(self, plan: Plan) -> None:
         """Copies and zeroing are handed to the worker; the tokens count as computed from here on."""
@@ -474,7 +480,6 @@ class Scheduler:
             self._drained_version = self.kv.pool.version
         if plan.scheduled and self.defers_frees:
             self.sequence += 1
-        plan.fence = self.sequence
         if self._plain:
             self._advance_plain(plan)
             return
@@ -686,16 +691,37 @@ class Cadence:
 
 
 class Found:
-    """What an admission starts from. loads_later: the external tokens arrive after this step; restores_window: with them
-    comes the last window of groups that are not cached."""
+    """What an admission starts from. num_computed: local and external tokens, or those of a load that has arrived
+    (`num_before`). loads_later: the external tokens arrive after this step; restores_window: with them comes the last
+    window of groups that are not cached."""
 
-    __slots__ = ("hits", "loads_later", "num_external", "restores_window")
+    __slots__ = ("hits", "loads_later", "num_computed", "num_external", "restores_window")
 
-    def __init__(self, hits: Hits, num_external: int = 0, loads_later: bool = False, restores_window: bool = False) -> None:
+    def __init__(
+        self,
+        hits: Hits,
+        num_external: int = 0,
+        loads_later: bool = False,
+        restores_window: bool = False,
+        num_before: int = 0,
+    ) -> None:
         self.hits = hits
         self.num_external = num_external
         self.loads_later = loads_later
         self.restores_window = restores_window
+        self.num_computed = num_before + hits.num_tokens + num_external
+
+
+class Size(NamedTuple):
+    """How much an admission computes: tokens of this step, hit tokens among them that are computed again, and whether
+    drafts that nobody proposed pad it to the shape of a decode step."""
+
+    num_new: int
+    num_replayed: int
+    padded: bool
+
+
+NOTHING_NEW = Size(0, 0, False)
 
 
 class Budget:
