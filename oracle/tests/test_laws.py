@@ -785,3 +785,49 @@ def test_an_id_may_come_again() -> None:
     history = history_of(case)
     assert any(isinstance(record, Scheduled) and record.hits.get("A") == 8 for record in history)
     assert verdicts(case, history) == []
+
+
+# ------------------------------------------------------------------------------------- drafts, states, events (2, 3, 9)
+
+DRAFTS = scenario(
+    "{blocks: 20, max_model_len: 64, kv_events: true, speculative: {tokens: 3, accept: [1, 0, 3]}}",
+    "[{kind: full, block: 4}]",
+    "[{add: {id: A, prompt: [[s, 9]], max_tokens: 14}}, {run: 50}]", "null",
+)
+KEPT_STATES = scenario(
+    "{blocks: 40, max_model_len: 64, max_num_batched_tokens: 16, retention_interval: null, prefix_match_unit: 2}",
+    "[{kind: mamba, block: 4, mode: align}, {kind: full, block: 4}]",
+    "[{add: {id: A, prompt: [[s, 11]], max_tokens: 6}}, {run: 50}, "
+    "{add: {id: B, prompt: [[s, 11], [b, 5]], max_tokens: 3}}, {run: 50}]", "null",
+)
+
+
+@pytest.mark.parametrize("case", [DRAFTS, KEPT_STATES])
+def test_drafts_and_states_break_no_law(case: Scenario) -> None:
+    assert verdicts(case, history_of(case)) == []
+
+
+def test_law_3_a_key_of_drafts_that_were_wrong() -> None:
+    history = history_of(DRAFTS)
+    keys = scheduled(history, 2).keys
+    assert keys is not None
+    keys.append(CachedKey(0, 0, 12, [3]))  # step 2 computes [9, 13), of which 3 are drafts
+    assert "key_wrong_tokens" in causes(DRAFTS, history, 3)
+
+
+def test_law_3_a_state_is_of_an_exact_number_of_tokens() -> None:
+    history = history_of(KEPT_STATES)
+    hit = next(record for record in history if isinstance(record, Scheduled) and record.hits.get("B"))
+    assert hit.copies
+    hit.hits["B"] -= 1
+    assert "hit_wrong_tokens" in causes(KEPT_STATES, history, 3)
+
+
+def test_law_9_events_add_up() -> None:
+    for change, cause in ((1, "told_link_missing"), (-1, "link_not_told")):
+        history = history_of(DRAFTS)
+        told = next(record for record in history if isinstance(record, Updated) and record.events)
+        assert told.events is not None
+        told.events = told.events + told.events[:1] if change > 0 else told.events[1:]
+        findings = verdicts(DRAFTS, history)
+        assert {(finding.kind, finding.law, finding.cause) for finding in findings} == {("event", 9, cause)}
