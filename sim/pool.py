@@ -104,8 +104,7 @@ class BlockPool:
             self.version += 1
 
     def hold(self, block_id: int) -> None:
-        """One more reference to a block that is held already."""
-        assert self.refs[block_id] > 0
+        """One more reference, whatever the block's state; its place in the queue does not change."""
         self.refs[block_id] += 1
         self.version += 1
 

@@ -792,13 +792,15 @@ def test_an_id_may_come_again() -> None:
 DRAFTS = scenario(
     "{blocks: 20, max_model_len: 64, kv_events: true, speculative: {tokens: 3, accept: [1, 0, 3]}}",
     "[{kind: full, block: 4}]",
-    "[{add: {id: A, prompt: [[s, 9]], max_tokens: 14}}, {run: 50}]", "null",
+    "[{add: {id: A, prompt: [[s, 9]], max_tokens: 14}}, {run: 50}]",
+    "null",
 )
 KEPT_STATES = scenario(
     "{blocks: 40, max_model_len: 64, max_num_batched_tokens: 16, retention_interval: null, prefix_match_unit: 2}",
     "[{kind: mamba, block: 4, mode: align}, {kind: full, block: 4}]",
     "[{add: {id: A, prompt: [[s, 11]], max_tokens: 6}}, {run: 50}, "
-    "{add: {id: B, prompt: [[s, 11], [b, 5]], max_tokens: 3}}, {run: 50}]", "null",
+    "{add: {id: B, prompt: [[s, 11], [b, 5]], max_tokens: 3}}, {run: 50}]",
+    "null",
 )
 
 

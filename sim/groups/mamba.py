@@ -15,6 +15,10 @@ class UnhashedStateError(PredictedError):
     """A state is to be cached after tokens that have no key, such as drafts."""
 
 
+class TailMovedError(PredictedError):
+    """A request's cached last state is to be left behind, but its block is not in the table any more."""
+
+
 class MambaManager(GroupManager):
     """Modes `none` and `all`. Only the state after the last token matters, so all tokens before it are skipped."""
 
@@ -224,6 +228,8 @@ class MambaAlignManager(MambaManager):
         if not state.allocated:
             self._copy_on_write(request, block_index, source, copy)
             return
+        if request.tables[self.index][block_index] != source:
+            raise TailMovedError(f"block {source} is no longer at position {block_index}")
         self.pool.move_keys(source, copy)  # the producer keeps its own block
         self.copies.append((source, copy))
         self.pool.hold(source)
