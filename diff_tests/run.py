@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from oracle.laws import judge
-
 from oracle.compare import compare
 from oracle.contracts import contract_for
 from oracle.findings import Finding
 from oracle.known_issues import KnownIssue, match
+from oracle.laws import judge
 from sim.history import History, Refusal, Scheduled
 from sim.refusals import refusal
 from sim.releases import Rules
