@@ -11,7 +11,7 @@ from sim.pool import BlockPool
 from sim.prefix import PrefixIndex
 from sim.releases import Rules
 from sim.request import Request, Status
-from sim.scenario import Cross, Mamba, Scenario
+from sim.scenario import Mamba, Scenario
 
 
 class KVCacheManager:
@@ -52,7 +52,6 @@ class KVCacheManager:
         self.no_hits = self.coordinator.no_hits()
         self._cached_groups = [g for g in self.groups if g.prefix_cacheable] if self.caching else []
         self._stepped_groups = [g for g in self.groups if isinstance(g, MambaAlignManager)]
-        self._cross_groups = {g.index for g in self.groups if isinstance(g.group, Cross)}
 
     def new_step(self) -> None:
         """A call of the scheduler begins."""
@@ -94,11 +93,12 @@ class KVCacheManager:
         num_local = request.num_computed + hits.num_tokens
         num_total = min(num_local + num_external, self.max_model_len)
         num_kept_free = self.num_watermark_blocks if others_running and request.status != Status.RUNNING else 0
-        prefill_end = request.prefill_end
+        # Only sparse retention limits checkpoints to the end of a prefill.
+        checkpoint_end = request.prefill_end if self.setting.retention_interval == 0 else 0
 
         if gate:
             whole = min(len(request.tokens), self.max_model_len)
-            room = Room(whole, whole, num_total, num_local, self._checkpoint_end(prefill_end), True)
+            room = Room(whole, whole, num_total, num_local, checkpoint_end, True)
             if self._blocks_needed(request, room, hits) + num_kept_free > self.pool.num_free:
                 return False
 
@@ -107,16 +107,14 @@ class KVCacheManager:
 
         num_main = num_total + num_new
         num_tokens = min(num_main + num_lookahead, self.max_model_len)
-        end = self._checkpoint_end(prefill_end)
-        room = Room(num_tokens, num_main, num_local + num_external, num_local, end, False)
+        room = Room(num_tokens, num_main, num_local + num_external, num_local, checkpoint_end, False)
         if self._blocks_needed(request, room, hits) + num_kept_free > self.pool.num_free - num_reserved:
             return False
 
         if (not hits.is_empty or num_external > 0) and not any(t is not None for t in request.tracked):
             self._admit(request, hits, num_local, num_external, zeroed=not loads_later)
         for group in self.groups:
-            slots = request.num_encoder_tokens if group.index in self._cross_groups else num_tokens
-            group.allocate(request, slots, num_main)
+            group.allocate(request, num_tokens, num_main)
         request.quiet_until = 0
         if not loads_later:
             num_cached = min(num_main, len(request.tokens))
@@ -126,18 +124,8 @@ class KVCacheManager:
                 request.quiet_until = quiet - num_lookahead
         return True
 
-    def _checkpoint_end(self, prefill_end: int) -> int:
-        """Only sparse retention limits checkpoints to the end of a prefill."""
-        return prefill_end if self.setting.retention_interval == 0 else 0
-
     def _blocks_needed(self, request: Request, room: Room, hits: Hits) -> int:
-        needed = 0
-        for group in self.groups:
-            if group.index in self._cross_groups:
-                needed += group.blocks_needed(request, room._replace(num_tokens=request.num_encoder_tokens), [])
-            else:
-                needed += group.blocks_needed(request, room, hits.blocks[group.index])
-        return needed
+        return sum(group.blocks_needed(request, room, hits.blocks[group.index]) for group in self.groups)
 
     def blocks_to_finish_prefill(self, request: Request, num_more: int) -> int:
         """Blocks that a request in its load or prefill still needs for all its tokens and `num_more`."""

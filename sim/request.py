@@ -56,7 +56,6 @@ class Request:
         "max_tokens",
         "num_computed",
         "num_drafts",
-        "num_encoder_tokens",
         "num_in_flight",
         "num_placeholders",
         "num_preemptions",
@@ -94,7 +93,6 @@ class Request:
         self.num_placeholders = 0
         self.num_drafts = 0
         self.num_verified = 0
-        self.num_encoder_tokens = 0
         self.num_preemptions = 0
         self.is_prefill_chunk = False
         self.last_sequence = 0

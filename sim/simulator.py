@@ -44,7 +44,6 @@ from sim.scheduler import Plan, Scheduler
 SEES = ("tables", "free", "refs", "keys", "deferred")
 
 
-# Engine settings that the model knows one value of.
 class Simulator:
     """The model of one scenario. `step` gives the next record of the history; `history` all of them.
 

@@ -102,6 +102,8 @@ class GroupManager:
 
     def startup_blocks(self) -> int:
         """Blocks that vLLM's start-up check reserves for one request of the maximum length."""
+        if self.admission_cap is not None:
+            return self.admission_cap
         return ceil_div(self.setting.max_model_len, self.block_size)
 
     def lookup(
@@ -232,14 +234,16 @@ class GroupManager:
         if num_skipped > 0:
             self._release_back(request, 0, min(num_skipped, len(request.tables[self.index])))
 
-    def _release_back(self, request: Request, start_block: int, end_block: int) -> None:
+    def _release_back(self, request: Request, start_block: int, end_block: int, past_nulls: bool = False) -> None:
+        """Frees table entries [start_block, end_block) from the last one back, to the first null or past it."""
         table = request.tables[self.index]
         released = []
         for block_index in range(end_block - 1, start_block - 1, -1):
-            if table[block_index] == NULL:
+            if table[block_index] != NULL:
+                released.append(table[block_index])
+                table[block_index] = NULL
+            elif not past_nulls:
                 break
-            released.append(table[block_index])
-            table[block_index] = NULL
         self.pool.release(released)
 
     def pop(self, request: Request) -> list[int]:

@@ -20,14 +20,11 @@ class ChunkedLocalManager(GroupManager):
     def __init__(self, group: ChunkedLocal, index: int, block_size: int, setting: Setting) -> None:
         super().__init__(group, index, block_size, setting)
         self.chunk = group.chunk
-        self.cap = ceil_div(min(self.chunk + setting.max_in_flight_tokens, setting.max_model_len), block_size)
-        self.admission_cap = self.cap
+        most = min(self.chunk + setting.max_in_flight_tokens, setting.max_model_len)
+        self.admission_cap = ceil_div(most, block_size)
 
     def num_skipped_tokens(self, num_computed: int) -> int:
         return floor_to(num_computed, self.chunk)
-
-    def startup_blocks(self) -> int:
-        return self.cap
 
     def next_skip(self, num_tokens: int) -> int:
         return floor_to(num_tokens, self.chunk) + self.chunk - 1

@@ -329,7 +329,7 @@ class MambaAlignManager(MambaManager):
             start_block = max(0, state.num_retired)
             end_block = min(num_skipped, len(table))
             if num_skipped > 0 and start_block < end_block:
-                self._release_range(table, start_block, end_block)
+                self._release_back(request, start_block, end_block, past_nulls=True)
                 state.num_retired = end_block
         else:
             super().release_skipped(request, num_computed)
@@ -337,14 +337,6 @@ class MambaAlignManager(MambaManager):
         if last is not None and last < ceil_div(num_computed, self.block_size) - 1 and table[last] != NULL:
             self.pool.release([table[last]])
             table[last] = NULL
-
-    def _release_range(self, table: list[int], start_block: int, end_block: int) -> None:
-        released = []
-        for block_index in range(end_block - 1, start_block - 1, -1):
-            if table[block_index] != NULL:
-                released.append(table[block_index])
-                table[block_index] = NULL
-        self.pool.release(released)
 
     def pop(self, request: Request) -> list[int]:
         request.mamba.pop(self.index, None)

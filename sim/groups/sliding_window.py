@@ -19,14 +19,10 @@ class SlidingWindowManager(GroupManager):
         self.prefix_cacheable = not (isinstance(group, SlidingWindowMLA) and group.bounded_replay)
         # One more than rounding up, since the window may begin inside a block.
         most = min(self.window - 1 + setting.max_in_flight_tokens, setting.max_model_len)
-        self.cap = ceil_div(most, block_size) + 1
-        self.admission_cap = self.cap
+        self.admission_cap = ceil_div(most, block_size) + 1
 
     def num_skipped_tokens(self, num_computed: int) -> int:
         return max(0, num_computed - self.window + 1)
-
-    def startup_blocks(self) -> int:
-        return self.cap
 
     def next_skip(self, num_tokens: int) -> int:
         num_skipped_blocks = self.num_skipped_tokens(num_tokens) // self.block_size

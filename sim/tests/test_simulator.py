@@ -129,6 +129,11 @@ def test_smallest_pool_per_kind(group, blocks):
     assert smallest_pool(case, rules_of("0.33.0")) == blocks
 
 
+def test_cross_attention_is_refused_with_its_place():
+    with pytest.raises(ScenarioError, match=r"\$\.groups\[1\]\.kind"):
+        Simulator(scenario([FULL, {"kind": "cross", "block": 4}], []))
+
+
 def test_what_is_not_modelled_is_refused_with_its_place():
     steps = [add("A", ["a", 9]), {"load_failed": {"id": "A"}}]
     with pytest.raises(ScenarioError, match=r"\$\.steps"):
