@@ -1,0 +1,1 @@
+"""Real engines and servers: traces of the probe connector, and what they say."""
