@@ -16,8 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 
-from oracle.values import ELEMENT_BYTES
-from sim.geometry import effective_block_size
+from sim.geometry import effective_block_size, pages_are_dense
 from sim.refusals import refusal
 from sim.releases import Rules
 from sim.scenario import (
@@ -310,20 +309,10 @@ def _choose_dtypes(draft: _Draft) -> tuple[str, ...]:
     return ()
 
 
-def page_bytes(group: AnyGroup) -> int:
-    """Bytes of one block of one layer: keys and values or one latent vector a token, or one state."""
-    if isinstance(group, Mamba):
-        return group.heads * group.head_size * ELEMENT_BYTES[group.dtype]
-    vectors = 1 if isinstance(group, MLA) else 2
-    return group.block * group.heads * group.head_size * vectors * ELEMENT_BYTES[group.dtype]
-
-
 def _with_kernel_blocks(draft: _Draft, groups: tuple[AnyGroup, ...]) -> tuple[AnyGroup, ...]:
-    """Splits blocks into smaller kernel blocks. vLLM can do so only where a block is one dense page, so all attention
-    pages must be of one size; a state is never split, and padded up to that size."""
-    pages = {page_bytes(group) for group in groups if not isinstance(group, Mamba)}
-    states = [page_bytes(group) for group in groups if isinstance(group, Mamba)]
-    if len(pages) != 1 or max(states, default=0) > min(pages):
+    """Splits blocks into smaller kernel blocks. vLLM can do so only where a block is one dense page; a state is never
+    split."""
+    if not pages_are_dense(groups):
         return groups
     return tuple(
         replace(group, kernel_block=draft.chooser.one_of(divisors))

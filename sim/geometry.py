@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from sim.releases import Rules
 from sim.scenario import MLA, RSWA, AnyGroup, Circular, Cross, Full, Mamba, Scenario, SlidingWindowMLA
 
 FULL_LIKE = (Full, MLA, RSWA)
+
+_ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1}
+
+
+def page_bytes(group: AnyGroup) -> int:
+    """Bytes of one block of one layer: keys and values or one latent vector a token, or one state."""
+    if isinstance(group, Mamba):
+        return group.heads * group.head_size * _ELEMENT_BYTES[group.dtype]
+    vectors = 1 if isinstance(group, (MLA, SlidingWindowMLA)) else 2
+    return group.block * group.heads * group.head_size * vectors * _ELEMENT_BYTES[group.dtype]
+
+
+def pages_are_dense(groups: Sequence[AnyGroup]) -> bool:
+    """Whether a block of a layer follows the one before without a gap: where all attention pages are of one size, to
+    which smaller states are padded. Pages of several sizes lie side by side."""
+    pages = {page_bytes(group) for group in groups if not isinstance(group, Mamba)}
+    states = [page_bytes(group) for group in groups if isinstance(group, Mamba)]
+    return not pages or (len(pages) == 1 and max(states, default=0) <= min(pages))
 
 
 def is_dcp_sharded(group: AnyGroup, rules: Rules) -> bool:
@@ -34,7 +53,8 @@ def block_sizes(scenario: Scenario, rules: Rules) -> tuple[int, int]:
     hashes are taken at the greatest common divisor over the cacheable ones, or at `prefix_match_unit`."""
     sizes = [effective_block_size(group, scenario.engine.dcp, rules) for group in scenario.groups]
     if len(sizes) == 1:
-        return sizes[0], sizes[0]
+        size = sizes[0] if rules.dcp_sharded_flag else scenario.groups[0].block * scenario.engine.dcp
+        return size, size
     scheduler_size = math.lcm(*sizes)
     if not (scenario.engine.prefix_caching or scenario.connector is not None):
         return scheduler_size, scheduler_size

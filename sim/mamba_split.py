@@ -44,7 +44,7 @@ class MambaSplit:
         if start % size and not internal:
             stops.append(floor_to(start, size) + size)
         if self.partial_hits and (not internal or self.rules.split_by_count_of_checkpoints):
-            tail = self.groups[0].prompt_tail(request)
+            tail = self.groups[0].prompt_tail(request, self.setting.drops_for_eagle)
             if last_cacheable < tail < request.num_prompt:
                 stops.append(tail)
         shared = request.shared_prefix_boundary
@@ -55,14 +55,14 @@ class MambaSplit:
     def _last_cacheable(self, num_tokens: int) -> int:
         if self.rules.tail_at_checkpoint_position:
             return self.groups[0].checkpoint_position(num_tokens, self.block_size)
-        shift = self.block_size if self.setting.drops_last_block else 0
+        shift = self.block_size if self.setting.drops_for_eagle else 0
         return max(0, floor_to(num_tokens, self.block_size) - shift)
 
     def _writes_checkpoint(self, start: int, end: int, prefill_end: int) -> bool:
         if not self.all_have_checkpoints:
             return False
         if self.rules.split_by_count_of_checkpoints:
-            return start % self.block_size == 0 and not self.setting.drops_last_block
+            return start % self.block_size == 0 and not self.setting.drops_for_eagle
         by_hash = self.partial_hits or not self.rules.checkpoints_at_hit_alignment
         unit = self.setting.hash_block_size if by_hash else self.setting.scheduler_block_size
         group = self.groups[0]

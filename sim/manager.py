@@ -12,6 +12,7 @@ from sim.prefix import PrefixIndex
 from sim.releases import Rules
 from sim.request import Request, Status
 from sim.scenario import Mamba, Scenario
+from sim.speculation import dropping_groups, has_eagle, hash_lookahead
 
 
 class KVCacheManager:
@@ -29,7 +30,7 @@ class KVCacheManager:
             self.pool.events = []
         lookahead = hash_lookahead(scenario, rules)
         self.prefixes = PrefixIndex(hash_block_size, lookahead, rules.adapter_and_salt_are_told_apart)
-        dropping = dropping_groups(scenario, rules, lookahead)
+        dropping = dropping_groups(scenario, rules)
         self.setting = Setting(
             pool=self.pool,
             rules=rules,
@@ -42,6 +43,7 @@ class KVCacheManager:
             max_in_flight_tokens=engine.max_num_batched_tokens * (2 if engine.async_scheduling else 1),
             zeroes_new_blocks=needs_zeroing(scenario),
             drops_last_block=bool(dropping),
+            drops_for_eagle=has_eagle(engine) and not lookahead,
             hash_lookahead=lookahead,
         )
         self.groups = [
@@ -189,23 +191,3 @@ def needs_zeroing(scenario: Scenario) -> bool:
     if any(isinstance(group, Mamba) for group in scenario.groups):
         return True
     return len({group.dtype for group in scenario.groups}) > 1
-
-
-def hash_lookahead(scenario: Scenario, rules: Rules) -> int:
-    """Tokens after a hash block that its key covers: the speculator of EAGLE has seen the next one."""
-    speculative = scenario.engine.speculative
-    if speculative is None or speculative.method != "eagle" or not rules.hashes_look_ahead_for_eagle:
-        return 0
-    return 1 if scenario.engine.prefix_caching and scenario.connector is None else 0
-
-
-def dropping_groups(scenario: Scenario, rules: Rules, lookahead: int) -> frozenset[int]:
-    """The groups whose hits lose their last block: a speculator's own, or all if none is marked."""
-    speculative = scenario.engine.speculative
-    eagle = speculative is not None and speculative.method == "eagle"
-    marked = frozenset(index for index, group in enumerate(scenario.groups) if group.draft)
-    if eagle and not marked:
-        marked = frozenset(range(len(scenario.groups)))
-    if lookahead or (rules.marked_groups_drop_only_with_eagle and not eagle):
-        return frozenset()
-    return marked

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sim.geometry import FULL_LIKE, block_sizes, effective_block_size, is_prefix_cacheable
+from sim.geometry import FULL_LIKE, block_sizes, effective_block_size, is_prefix_cacheable, pages_are_dense
 from sim.history import Refusal
 from sim.releases import Rules
 from sim.scenario import RSWA, Mamba, Scenario, SlidingWindow
+from sim.speculation import num_draft_slots, num_lookahead
 
 
 def refusal(scenario: Scenario, rules: Rules) -> Refusal | None:
@@ -21,7 +22,9 @@ def refusal(scenario: Scenario, rules: Rules) -> Refusal | None:
 def _refusals(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
     """In the order in which vLLM checks: settings, block sizes, groups, groups together."""
     yield from _settings(scenario)
+    yield from _drafting(scenario, rules)
     yield from _match_unit(scenario, rules)
+    yield from _kernel_blocks(scenario, rules)
     if scenario.driver == "direct":
         return  # what follows is checked by the scheduler, and there is none
     yield from _context_parallel_windows(scenario, rules)
@@ -41,6 +44,14 @@ def _settings(scenario: Scenario) -> Iterator[Refusal]:
         yield Refusal(type="ValidationError", message="the long-prefill threshold is above the maximum length")
 
 
+def _drafting(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
+    """A step must have room for a token beside the drafts."""
+    engine = scenario.engine
+    taken = num_lookahead(engine) if rules.token_budget_must_exceed_lookahead else num_draft_slots(engine)
+    if engine.speculative is not None and engine.max_num_batched_tokens <= taken:
+        yield Refusal(type="ValueError", message="the token budget leaves no room beside the drafts")
+
+
 def _match_unit(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
     """A hash block size of its own must divide the cacheable groups' blocks."""
     unit = scenario.engine.prefix_match_unit
@@ -52,6 +63,14 @@ def _match_unit(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
             yield Refusal(type="ValueError", message="one group is matched in its own blocks")
     elif any(size % unit for size in sizes) and not _has_plain_mamba(scenario):
         yield Refusal(type="ValueError", message="the prefix match unit does not divide every block size")
+
+
+def _kernel_blocks(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
+    """A worker cannot split blocks that are no dense pages. There is one where there is a connector."""
+    if scenario.connector is None or rules.unsplit_where_pages_differ or pages_are_dense(scenario.groups):
+        return
+    if any(group.kernel_block not in (None, group.block) and not isinstance(group, Mamba) for group in scenario.groups):
+        yield Refusal(type="ValueError", message="the memory layout does not let blocks be split for kernels")
 
 
 def _context_parallel_windows(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:

@@ -94,7 +94,7 @@ class Rules:
     tail_drops_last_block: bool
     """[0.30 and 0.31] It is one hash block earlier with EAGLE."""
     tail_drops_with_any_group: bool
-    """[0.31] It is so if any group drops its last block, before if this one does."""
+    """[0.31] It is so with EAGLE, whichever group drops its last block, before if this group does."""
     tail_may_end_a_block: bool
     """[0.32] It may lie at the end of a block."""
     tail_is_not_registered_twice: bool
@@ -105,6 +105,11 @@ class Rules:
     """[only 0.29] Steps that start at a block boundary are not cut for groups with checkpoint blocks."""
 
     # -- what is refused
+    token_budget_must_exceed_lookahead: bool
+    """[0.33] A step must have room for more tokens than drafting looks ahead, before for more than the rows it adds."""
+    unsplit_where_pages_differ: bool
+    """[0.32] Where layers with pages of several sizes lie side by side, no block is split into kernel blocks. Before, a
+    worker that had to split one refused."""
     lone_group_refuses_prefix_match_unit: bool
     """[0.32] A prefix match unit that a single group would ignore is refused."""
     mamba_prefix_caching_requires_align: bool
@@ -158,6 +163,8 @@ _V0_33 = Rules(
     tail_is_not_registered_twice=True,
     mamba_release_passes_nulls=True,
     split_by_count_of_checkpoints=False,
+    token_budget_must_exceed_lookahead=True,
+    unsplit_where_pages_differ=True,
     lone_group_refuses_prefix_match_unit=True,
     mamba_prefix_caching_requires_align=True,
     decode_bench_fills_at_startup=True,
@@ -166,6 +173,7 @@ _V0_33 = Rules(
 _V0_32 = replace(
     _V0_33,
     release="0.32.0",
+    token_budget_must_exceed_lookahead=False,
     prefill_cadence_is_local=False,
     mamba_prefix_caching_requires_align=False,
     decode_bench_restores_windows=False,
@@ -180,6 +188,7 @@ _V0_32 = replace(
 _V0_31 = replace(
     _V0_32,
     release="0.31.0",
+    unsplit_where_pages_differ=False,
     lone_group_refuses_prefix_match_unit=False,
     reservation_is_per_group=False,
     loads_may_restore_windows=False,

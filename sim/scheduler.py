@@ -15,6 +15,7 @@ from sim.queues import FifoQueue, PriorityQueue, WaitingQueue, rank
 from sim.releases import Rules
 from sim.request import Request, Status
 from sim.scenario import Add, Scenario, SlidingWindowMLA, Tokens
+from sim.speculation import num_draft_slots, num_lookahead
 
 
 class Plan:
@@ -104,8 +105,8 @@ class Scheduler:
         speculative = engine.speculative
         self.num_spec = speculative.tokens if speculative else 0
         self.accepts = speculative.accept if speculative else ()
-        self.num_lookahead = self.num_spec if speculative and speculative.method != "ngram" else 0
-        self.draft_slots = 1 if speculative and speculative.method == "draft_model" else 0
+        self.num_lookahead = num_lookahead(engine)
+        self.draft_slots = num_draft_slots(engine)
         split = MambaSplit(self.kv, engine)
         self.mamba_split = split if split.groups else None
         self._preempted_since_last_step: list[str] = []
@@ -403,7 +404,7 @@ class Scheduler:
             return None
         num_new = min(num_new, budget.per_request)
         if self.mamba_split is not None:
-            num_new = self.mamba_split.cut(request, num_computed, num_new)
+            num_new = self.mamba_split.cut(request, found.num_computed, num_new)
             if num_new == 0:
                 return None
             if padded and num_new != 1 + self.num_spec:

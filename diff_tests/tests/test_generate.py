@@ -8,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diff_tests.generate import FEATURES, KINDS, HypothesisChooser, SeededChooser, case_seed, generate, page_bytes
+from diff_tests.generate import FEATURES, KINDS, HypothesisChooser, SeededChooser, case_seed, generate
+from sim.geometry import page_bytes
 from sim.history import Acted
 from sim.refusals import refusal
 from sim.releases import NEWEST, RELEASES, Rules

@@ -270,6 +270,8 @@ def _vllm_config(scenario: Scenario) -> VllmConfig:
     vllm_config.model_config.max_model_len = engine.max_model_len
     vllm_config.model_config.original_max_model_len = engine.max_model_len
     vllm_config.scheduler_config = _filled(template.scheduler_config, _scheduler_config(scenario), _SCHEDULER_FIELDS)
+    vllm_config.scheduler_config.max_num_scheduled_tokens = None  # the template's budget was another
+    vllm_config._set_max_num_scheduled_tokens()  # type: ignore[no-untyped-call]
     vllm_config.cache_config = _filled(template.cache_config, _cache_config(scenario), _CACHE_FIELDS)
     # Platform and model hooks rewrite these for the machine at hand; the scenario has the last word.
     vllm_config.cache_config.cache_dtype = _cache_dtype(scenario)

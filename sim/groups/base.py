@@ -22,7 +22,8 @@ class Setting:
     """What the groups of one engine share. Sizes and limits in tokens.
 
     hit_alignment: hits end at multiples of it; below a group's block size, hits may end inside its blocks.
-    drops_last_block: EAGLE drops the last block of hits somewhere, so requests resume one block earlier.
+    drops_last_block: the last block of hits is dropped somewhere, so requests resume one block earlier. drops_for_eagle:
+    it is because of EAGLE, not only because a group is marked as a speculator's.
     hash_lookahead: tokens after a hash block that its key covers too.
     """
 
@@ -37,6 +38,7 @@ class Setting:
     max_in_flight_tokens: int
     zeroes_new_blocks: bool
     drops_last_block: bool = False
+    drops_for_eagle: bool = False
     hash_lookahead: int = 0
 
 

@@ -172,7 +172,7 @@ class MambaAlignManager(MambaManager):
 
     def checkpoint_position(self, num_tokens: int, unit: int) -> int:
         """The last multiple of `unit` at which a prefill of `num_tokens` tokens leaves a state to resume from."""
-        drop = self.setting.drops_last_block
+        drop = self.setting.drops_for_eagle
         if drop and self.setting.rules.checkpoint_drop_counts_last_token:
             last = num_tokens
         else:
@@ -292,7 +292,10 @@ class MambaAlignManager(MambaManager):
     def _cache_prompt_tail(self, request: Request, num_tokens: int) -> None:
         """Where the prompt's last cacheable state lies inside a block (or, later, at its end)."""
         rules, hash_size = self.setting.rules, self.setting.hash_block_size
-        if num_tokens <= 0 or num_tokens % hash_size or num_tokens != self.prompt_tail(request):
+        if num_tokens <= 0 or num_tokens % hash_size:
+            return
+        drops = self.setting.drops_for_eagle if rules.tail_drops_with_any_group else self.drops_last_block
+        if num_tokens != self.prompt_tail(request, drops):
             return
         if num_tokens % self.block_size == 0 and not rules.tail_may_end_a_block:
             return
@@ -310,14 +313,13 @@ class MambaAlignManager(MambaManager):
             request.shared_tail[self.index] = block_index, block_id
             request.tracked[self.index] = block_index
 
-    def prompt_tail(self, request: Request) -> int:
-        """The token count after which the prompt's last state is cached."""
+    def prompt_tail(self, request: Request, drops: bool) -> int:
+        """The token count after which the prompt's last state is cached; drops: hits lose their last block."""
         hash_size = self.setting.hash_block_size
         rules = self.setting.rules
         if rules.tail_at_checkpoint_position:
             return self.checkpoint_position(request.num_prompt, hash_size)
-        drop = self.setting.drops_last_block if rules.tail_drops_with_any_group else self.drops_last_block
-        shift = hash_size if drop and rules.tail_drops_last_block else 0
+        shift = hash_size if drops and rules.tail_drops_last_block else 0
         return max(0, floor_to(request.num_prompt, hash_size) - shift)
 
     # -- release -------------------------------------------------------------------------------------------------------

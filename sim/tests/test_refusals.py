@@ -16,6 +16,8 @@ CIRCULAR = {"kind": "circular", "block": 4}
 MAMBA = {"kind": "mamba", "block": 64}
 ALL = frozenset(RELEASES)
 OLD = frozenset({"0.29.0", "0.30.0"})
+NEWEST = frozenset({"0.33.0"})
+DRAFTS = {"method": "draft_model", "tokens": 2}
 
 # Engine settings, groups, releases that refuse them, type of the exception.
 CASES = [
@@ -32,6 +34,10 @@ CASES = [
     ({"dcp": 2}, [FULL, CIRCULAR], OLD, "AssertionError"),
     ({"dcp": 2, "prefix_caching": False}, [FULL, CIRCULAR], frozenset(), ""),
     ({"dcp": 2}, [FULL], frozenset(), ""),
+    ({"max_num_batched_tokens": 16, "speculative": {"method": "eagle", "tokens": 16}}, [FULL], NEWEST, "ValueError"),
+    ({"max_num_batched_tokens": 17, "speculative": {"method": "eagle", "tokens": 16}}, [FULL], frozenset(), ""),
+    ({"max_num_batched_tokens": 16, "speculative": {"tokens": 16}}, [FULL], frozenset(), ""),
+    ({"max_num_batched_tokens": 1, "max_num_seqs": 1, "speculative": DRAFTS}, [FULL], ALL, "ValueError"),
     ({}, [FULL, MAMBA], ALL, "AssertionError"),
     ({"prefix_caching": False}, [FULL, MAMBA], frozenset(), ""),
 ]
@@ -43,6 +49,15 @@ def test_what_is_refused(engine: dict, groups: list, releases: frozenset[str], k
     raw = {"kvoracle": 1, "engine": {"blocks": 40, "max_model_len": 64, **engine}, "groups": groups, "steps": []}
     found = refusal(parse(raw), RELEASES[release])
     assert (found.type if found is not None else "") == (kind if release in releases else "")
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_only_old_workers_refuse_to_split_blocks_between_pages_of_other_sizes(release: str) -> None:
+    groups = [{**FULL, "kernel_block": 2}, {**FULL, "head_size": 64}]
+    raw = {"kvoracle": 1, "engine": {"blocks": 40}, "groups": groups, "steps": []}
+    assert refusal(parse(raw), RELEASES[release]) is None  # without a connector there is no worker
+    found = refusal(parse({**raw, "connector": {"name": "DecodeBenchConnector"}}), RELEASES[release])
+    assert (found is not None and found.type == "ValueError") == (release in {"0.29.0", "0.30.0", "0.31.0"})
 
 
 def test_the_direct_driver_has_no_scheduler_that_would_refuse() -> None:
