@@ -396,6 +396,83 @@ def bench(vllm: str, only: str | None, as_json: bool) -> int:
     return OK if all(m.kept for m in measures) else FINDINGS
 
 
+@cli.command(
+    epilog="kvoracle workload trace.jsonl --arrivals order --block 512 --blocks 1000 --blocks 10000 --plot rates.svg\n"
+    "kvoracle workload trace.jsonl --block 16 --blocks 40000 --requests 1000 --against vllm"
+)
+@click.argument("trace", type=click.Path(path_type=Path))
+@click.option("--block", metavar="TOKENS", type=click.IntRange(min=1), default=16, show_default=True, help="Block size.")
+@click.option(
+    "--blocks",
+    metavar="N",
+    type=click.IntRange(min=2),
+    multiple=True,
+    default=(10_000,),
+    show_default=True,
+    help="Blocks in the pool, the null block included. Give it several times to compare sizes.",
+)
+@click.option(
+    "--groups",
+    metavar="YAML",
+    default="[{kind: full}]",
+    show_default=True,
+    help="KV cache groups as in a scenario; their `block` is --block where they say nothing.",
+)
+@click.option(
+    "--arrivals",
+    metavar="CLOCK",
+    default="closed:8",
+    show_default=True,
+    help="closed:N keeps N requests in flight; step:MS lets them arrive at their time, an engine step taking MS "
+    "milliseconds; order looks one up after the other and allocates, without decoding.",
+)
+@click.option("--requests", "limit", metavar="N", type=click.IntRange(min=1), help="Only the first N of the trace.")
+@click.option(
+    "--max-model-len",
+    metavar="TOKENS",
+    type=click.IntRange(min=2),
+    help="Longer requests are left out, and counted. Default: the longest that the pool admits.",
+)
+@click.option("--max-num-seqs", metavar="N", type=click.IntRange(min=1), default=256, show_default=True)
+@click.option("--max-num-batched-tokens", metavar="N", type=click.IntRange(min=1), default=8192, show_default=True)
+@click.option(
+    "--hash-block", metavar="TOKENS", type=click.IntRange(min=1), default=512, show_default=True,
+    help="Tokens that one hash of the trace stands for.",
+)  # fmt: skip
+@click.option(
+    "--label", "labels", metavar="FIELD=NAME", multiple=True,
+    help="The name of a field in this trace: timestamp, input_length, output_length or hash_ids.",
+)  # fmt: skip
+@click.option(
+    "--out", metavar="FILE", type=click.Path(path_type=Path), help="A row a request and a row a step: .jsonl or .csv."
+)
+@click.option(
+    "--plot", "plot_file", metavar="FILE", type=click.Path(path_type=Path), help="Hit rate over pool size: .png or .svg."
+)
+@click.option("--against", type=click.Choice(["vllm"]), help="The real scheduler plays it too, and every step is compared.")
+@_vllm_option
+@_as_option
+@_json_option
+def workload(**options: Any) -> int:
+    """Replay a request trace through the model.
+
+    TRACE has one JSON object a line, with a timestamp in milliseconds, prompt and output lengths in tokens, and a hash for
+    each block of the prompt; .gz is read too. Reports hits by vLLM's definitions and by the literature's, evictions,
+    preemptions and occupancy for each pool size. Needs neither torch nor vLLM, except for --against vllm; exit code 1 if
+    the real scheduler then does anything else than the model, or counts other hits.
+    """
+    from diff_tests.workload.command import Settings, WorkloadError, run
+
+    try:
+        settings = Settings.of(options)
+        document, equal = run(settings, sys.argv[1:], None if options["as_json"] else _output())
+    except (ScenarioError, WorkloadError, OSError) as error:
+        raise InputError(str(error)) from None
+    if options["as_json"]:
+        _print_json(document)
+    return OK if equal else FINDINGS
+
+
 @cli.group(cls=_Group)
 def vllm() -> None:
     """List, fetch and delete vLLM releases.

@@ -7,7 +7,8 @@ Block 0 is the null block: never allocated, freed or keyed. A *key* is an intege
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
 
 NULL = 0
 
@@ -35,14 +36,16 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.caching = caching
         self.refs = [0] * num_blocks
-        self.links: dict[int, list[int]] = {}
         self.version = 0  # grows with every change of queue, references or keys
+        self.num_evicted = 0  # blocks taken so far whose keys could still have been hit
         self._keyless: list[int] = []  # the head of the queue is the last entry
         self._next_unused = 1
         self._keyed: OrderedDict[int, None] = OrderedDict()
-        self._primary: dict[int, int] = {}
-        self._secondary: dict[int, list[int]] = {}
-        self._key_lengths: dict[int, int] = {}
+        self._first: dict[int, int] = {}  # by key: the block linked earliest
+        self._later: dict[int, list[int]] = {}  # by key: the blocks linked after it, in order
+        self._primary: dict[int, int] = {}  # by block: the first key it was given
+        self._secondary: dict[int, list[int]] = {}  # by block: the keys it was given later
+        self._lengths: dict[int, int] = {}  # by block whose primary key ends inside it or at a state: tokens in the prefix
         self.events: list[tuple[str, int]] | None = None  # (stored | removed | cleared, key), where they are recorded
 
     # -- queue ---------------------------------------------------------------------------------------------------------
@@ -63,35 +66,52 @@ class BlockPool:
         if count > self.num_free:
             raise OutOfBlocksError(f"{count} blocks wanted, {self.num_free} free")
         self.version += 1
-        taken: list[int] = []
-        for _ in range(count):
-            if self._keyless:
-                block_id = self._keyless.pop()
-            elif self._next_unused < self.num_blocks:
-                block_id = self._next_unused
-                self._next_unused += 1
-            else:
-                block_id = self._keyed.popitem(last=False)[0]
-                self.drop_keys(block_id)
-            self.refs[block_id] = 1
-            taken.append(block_id)
+        num_keyless = min(count, len(self._keyless))
+        taken = self._keyless[: -num_keyless - 1 : -1]
+        del self._keyless[len(self._keyless) - num_keyless :]
+        num_unused = min(count - num_keyless, self.num_blocks - self._next_unused)
+        if num_unused:
+            taken += range(self._next_unused, self._next_unused + num_unused)
+            self._next_unused += num_unused
+        if len(taken) < count:
+            taken += self._evict(count - len(taken))
+        refs = self.refs
+        for block_id in taken:
+            refs[block_id] = 1
         return taken
+
+    def _evict(self, count: int) -> list[int]:
+        """Removes `count` blocks from the head of the keyed ones, and their keys."""
+        self.num_evicted += count
+        pop = self._keyed.popitem
+        evicted = [pop(False)[0] for _ in range(count)]
+        if self._secondary or self._later or self._lengths or self.events is not None:
+            for block_id in evicted:
+                self.drop_keys(block_id)
+        else:
+            first, primary = self._first, self._primary
+            for block_id in evicted:
+                del first[primary.pop(block_id)]
+        return evicted
 
     def release(self, block_ids: Iterable[int]) -> None:
         """Gives up one reference each, in order, nulls skipped. Of those that become free, the keyless ones go to the
         head as one run in this order, the keyed ones to the tail in this order."""
+        released = [block_id for block_id in block_ids if block_id != NULL]
+        if not released:
+            return
+        self.version += 1
         keyless: list[int] = []
-        for block_id in block_ids:
-            if block_id == NULL:
-                continue
-            self.refs[block_id] -= 1
-            if self.refs[block_id] == 0:
-                if block_id in self._primary:
-                    self._keyed[block_id] = None
+        refs, keyed, primary = self.refs, self._keyed, self._primary
+        for block_id in released:
+            left = refs[block_id] - 1
+            refs[block_id] = left
+            if not left:
+                if block_id in primary:
+                    keyed[block_id] = None
                 else:
                     keyless.append(block_id)
-            self.version += 1
-        self._keyless.extend(reversed(keyless))
+        self._keyless += reversed(keyless)
 
     def touch(self, block_ids: Iterable[int]) -> None:
         """Takes one more reference each; a free block leaves the queue from wherever it is."""
@@ -110,31 +130,45 @@ class BlockPool:
 
     # -- keys ----------------------------------------------------------------------------------------------------------
 
+    def holders(self, key: int) -> list[int]:
+        """The blocks linked to a key, earliest first; none if nothing is cached under it."""
+        first = self._first.get(key)
+        return [] if first is None else [first, *self._later.get(key, ())]
+
+    def links(self) -> Iterator[tuple[int, list[int]]]:
+        """Every key with its holders."""
+        return ((key, self.holders(key)) for key in self._first)
+
     def lookup_all(self, keys: Sequence[int]) -> list[int] | None:
         """The block linked earliest to each key, or None if any key has none."""
         block_ids = []
         for key in keys:
-            holders = self.links.get(key)
-            if holders is None:
+            block_id = self._first.get(key)
+            if block_id is None:
                 return None
-            block_ids.append(holders[0])
+            block_ids.append(block_id)
         return block_ids
+
+    def lookup_run(self, keys: Iterable[int]) -> list[int]:
+        """The blocks linked earliest to the keys, up to the first key that has none."""
+        found = list(map(self._first.get, keys))
+        if None in found:
+            del found[found.index(None) :]
+        return cast(list[int], found)
 
     def primary_key(self, block_id: int) -> int | None:
         """The first key the block was given, or None."""
         return self._primary.get(block_id)
 
     def key_length(self, block_id: int) -> int | None:
-        """Tokens in the prefix that the block's primary key stands for, or None without a key."""
-        return self._key_lengths.get(block_id)
+        """Tokens in the prefix that the block's primary key stands for; None without one, or if it fills the block."""
+        return self._lengths.get(block_id)
 
-    def link(self, key: int, block_id: int, num_tokens: int) -> None:
-        """Links the block to the key of a prefix of `num_tokens` tokens: as its primary key if it has none, else as a
-        secondary one. Nothing happens if it is linked already."""
-        holders = self.links.setdefault(key, [])
-        if block_id in holders:
+    def link(self, key: int, block_id: int, num_tokens: int | None) -> None:
+        """Links the block to the key of a prefix of `num_tokens` tokens (None: that ends with the block): as its primary
+        key if it has none, else as a secondary one. Nothing happens if it is linked already."""
+        if not self._append_holder(key, block_id):
             return
-        holders.append(block_id)
         self.version += 1
         if self.events is not None:
             self.events.append(("stored", key))
@@ -142,20 +176,58 @@ class BlockPool:
             self._secondary.setdefault(block_id, []).append(key)
         else:
             self._primary[block_id] = key
-            self._key_lengths[block_id] = num_tokens
+            if num_tokens is not None:
+                self._lengths[block_id] = num_tokens
 
-    def link_full(self, key: int, block_id: int, num_tokens: int) -> None:
+    def _append_holder(self, key: int, block_id: int) -> bool:
+        """Links the block behind those linked before; False if it is one of them."""
+        first = self._first.get(key)
+        if first is None:
+            self._first[key] = block_id
+            return True
+        if block_id == first:
+            return False
+        later = self._later.setdefault(key, [])
+        if block_id in later:
+            return False
+        later.append(block_id)
+        return True
+
+    def _remove_holder(self, key: int, block_id: int) -> None:
+        later = self._later.get(key)
+        if later is None:
+            del self._first[key]
+            return
+        if self._first[key] == block_id:
+            self._first[key] = later.pop(0)
+        else:
+            later.remove(block_id)
+        if not later:
+            del self._later[key]
+
+    def link_full(self, key: int, block_id: int) -> None:
         """Links a block that is full now; keys of shorter prefixes, which it had while it filled, go."""
         primary = self._primary.get(block_id)
         if primary is not None and primary != key:
             self.drop_keys(block_id)
-        self.link(key, block_id, num_tokens)
+        self.link(key, block_id, None)
+
+    def link_run(self, keys: Sequence[int], block_ids: Sequence[int]) -> None:
+        """`link_full` for each key and block, in order. New keys on blocks without any, which is what
+        a prefill brings, go in together."""
+        if self.events is None and self._first.keys().isdisjoint(keys) and self._primary.keys().isdisjoint(block_ids):
+            self.version += len(keys)
+            self._first.update(zip(keys, block_ids, strict=True))
+            self._primary.update(zip(block_ids, keys, strict=True))
+        else:
+            for key, block_id in zip(keys, block_ids, strict=True):
+                self.link_full(key, block_id)
 
     def link_partial(self, key: int, block_id: int, num_tokens: int) -> None:
         """Links a block to a prefix that ends inside it; keys of shorter prefixes go."""
-        if block_id in self.links.get(key, ()):
+        if block_id in self.holders(key):
             return
-        length = self._key_lengths.get(block_id)
+        length = self.key_length(block_id)
         if length is not None and length < num_tokens:
             self.drop_keys(block_id)
         self.link(key, block_id, num_tokens)
@@ -169,25 +241,23 @@ class BlockPool:
         self.version += 1
         secondary = self._secondary.pop(source, [])
         self._primary[target] = primary
-        self._key_lengths[target] = self._key_lengths.pop(source)
+        if source in self._lengths:
+            self._lengths[target] = self._lengths.pop(source)
         if secondary:
             self._secondary[target] = secondary
         for key in (primary, *secondary):
-            self.links[key].remove(source)
-            self.links[key].append(target)
+            self._remove_holder(key, source)
+            self._append_holder(key, target)
 
     def drop_keys(self, block_id: int) -> None:
         """Unlinks the block from all its keys. References and queue stay."""
         primary = self._primary.pop(block_id, None)
         if primary is None:
             return
-        del self._key_lengths[block_id]
+        self._lengths.pop(block_id, None)
         self.version += 1
         for key in (primary, *self._secondary.pop(block_id, ())):
-            holders = self.links[key]
-            holders.remove(block_id)
-            if not holders:
-                del self.links[key]
+            self._remove_holder(key, block_id)
             if self.events is not None:
                 self.events.append(("removed", key))
 
@@ -196,10 +266,8 @@ class BlockPool:
         if self.num_free != self.num_blocks - 1:
             return False
         self.version += 1
-        self.links.clear()
-        self._primary.clear()
-        self._secondary.clear()
-        self._key_lengths.clear()
+        for links in (self._first, self._later, self._primary, self._secondary, self._lengths):
+            links.clear()
         if self.events is not None:
             self.events.append(("cleared", 0))
         return True

@@ -240,8 +240,8 @@ class Simulator:
         num_groups = len(self.scenario.groups)
         owners = self.scheduler.kv.prefixes.first_owners
         keys = []
-        for key, holders in self.pool.links.items():
+        for key, holders in self.pool.links():
             prefix, group_index = divmod(key, num_groups)
-            keys.append(CachedKey(group_index, *owners[prefix], holders.copy()))
+            keys.append(CachedKey(group_index, *owners[prefix], holders))
         keys.sort()
         return keys

@@ -141,6 +141,8 @@ class _Loop:
         elif isinstance(message, wire.AskStepTimes):
             seconds = self._server.step_times(scenario, message.num_warmup_steps, message.num_steps)
             self._outbox.send(wire.StepTimes(message.case, seconds))
+        elif isinstance(message, wire.PlayTrace):
+            self._server.play_trace(scenario, message, self._outbox.send)
         else:
             self._outbox.send(self._pool(message.case, scenario))
         self._collect(scenario.engine.blocks)

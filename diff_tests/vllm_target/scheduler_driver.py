@@ -44,7 +44,7 @@ from sim.scenario import (
 def run(scenario: Scenario, release: str, contract: Contract | None, defect: Defect | None, emit: Emit) -> None:
     """Executes the scenario and emits its records one by one. Exceptions of vLLM become records."""
     try:
-        engine = _Engine(scenario, contract, defect)
+        engine = Engine(scenario, contract, defect)
     except Exception as error:
         emit(Refusal(type=type(error).__name__, message=str(error)))
         return
@@ -57,14 +57,16 @@ def run(scenario: Scenario, release: str, contract: Contract | None, defect: Def
 def step_times(scenario: Scenario, num_warmup_steps: int, num_steps: int) -> list[float]:
     """Seconds that vLLM spends in `schedule` and `update_from_output`, step by step after the warm-up, with all the
     scenario's requests there from the start. Nothing is recorded, no connector's worker acts."""
-    driver = SchedulerDriver(scenario, _Engine(scenario, None, None), None, lambda record: None)
+    driver = SchedulerDriver(scenario, Engine(scenario, None, None), None, lambda record: None)
     return driver.timed_steps(num_warmup_steps + num_steps)[num_warmup_steps:]
 
 
-class _Engine:
+class Engine:
     """Scheduler and worker of one engine. Building it raises whatever vLLM raises."""
 
-    def __init__(self, scenario: Scenario, contract: Contract | None, defect: Defect | None) -> None:
+    def __init__(
+        self, scenario: Scenario, contract: Contract | None, defect: Defect | None, log_stats: bool = False
+    ) -> None:
         setup = configs.build(scenario)
         vllm_config = setup.vllm_config
         # The worker comes first, as in a real engine: it has its memory before there is a scheduler.
@@ -75,7 +77,7 @@ class _Engine:
             structured_output_manager=_structured_outputs(vllm_config),
             block_size=setup.scheduler_block_size,
             hash_block_size=setup.hash_block_size,
-            log_stats=False,
+            log_stats=log_stats,
         )
         self.scheduler_block_size = setup.scheduler_block_size
         self.hash_block_size = setup.hash_block_size
@@ -94,7 +96,7 @@ class _Engine:
 class SchedulerDriver:
     """One scenario on one engine. Steps count calls of `schedule` from 1; outputs wait in `_in_flight` until processed."""
 
-    def __init__(self, scenario: Scenario, engine: _Engine, defect: Defect | None, emit: Emit) -> None:
+    def __init__(self, scenario: Scenario, engine: Engine, defect: Defect | None, emit: Emit) -> None:
         self._scenario = scenario
         self._engine = engine
         self._scheduler = engine.scheduler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from diff_tests.vllm_target import configs, direct_driver, scheduler_driver
+from diff_tests.vllm_target import configs, direct_driver, scheduler_driver, wire, workload_driver
 from diff_tests.vllm_target.connectors import contract_name, with_connector
 from diff_tests.vllm_target.defects import DEFECTS
 from oracle.contracts import contract_for
@@ -34,6 +34,10 @@ class Server:
     def step_times(self, scenario: Scenario, num_warmup_steps: int, num_steps: int) -> list[float]:
         """Seconds that vLLM spends in each step of the scheduler driver, see there."""
         return scheduler_driver.step_times(scenario, num_warmup_steps, num_steps)
+
+    def play_trace(self, scenario: Scenario, message: wire.PlayTrace, send: Callable[[wire.ToParent], None]) -> None:
+        """Plays a request trace, see the workload driver."""
+        workload_driver.play(scenario, message, send)
 
     def startup_pool(self, scenario: Scenario) -> int:
         """The smallest pool that vLLM's start-up check admits for the scenario's groups, in blocks."""

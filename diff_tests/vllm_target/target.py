@@ -16,6 +16,7 @@ from diff_tests.vllm_target import connectors, wire
 from diff_tests.vllm_target.defects import DEFECTS
 from diff_tests.vllm_target.processes import Child, Died
 from diff_tests.vllm_target.releases import Source, TargetInputError, TargetStartError, base_version, resolve
+from diff_tests.workload.trace import Labels
 from sim.history import History
 from sim.releases import NEWEST, RELEASES, Rules, rules_of
 from sim.scenario import Scenario
@@ -148,6 +149,28 @@ class Target:
         answer = self._ask(lambda case: wire.AskStepTimes(case, data, num_warmup_steps, num_steps))
         assert isinstance(answer, wire.StepTimes)
         return answer.seconds
+
+    def play_trace(
+        self, scenario: Scenario, path: Path, labels: Labels, hash_block_size: int, arrivals: str, limit: int | None
+    ) -> Iterator[wire.TraceSteps]:
+        """Plays a request trace to the real scheduler of the scenario's engine, message by message as it goes. Raises
+        TargetStartError if the child dies over it."""
+        self.start()
+        assert self._child is not None
+        case = self._next_case
+        self._next_case += 1
+        data = wire.pack_scenario(scenario)
+        self._child.send(wire.PlayTrace(case, data, str(path.resolve()), tuple(labels), hash_block_size, arrivals, limit))
+        while True:
+            try:
+                message = self._child.answer(case, self._timeout_s)
+            except Died as death:
+                self._drop_child()
+                raise TargetStartError(death.failure.message) from None
+            assert isinstance(message, wire.TraceSteps)
+            yield message
+            if message.last:
+                return
 
     def cpu_seconds(self) -> float:
         """Processor time that the child has used so far."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import msgspec
 from msgspec import Struct
 
+from diff_tests.workload.sides import StepFacts
 from sim.history import Record
 from sim.scenario import Scenario
 
@@ -40,6 +41,19 @@ class AskStepTimes(Struct, tag="step_times"):
     scenario: bytes
     num_warmup_steps: int
     num_steps: int
+
+
+class PlayTrace(Struct, tag="play_trace"):
+    """Play the first `limit` rows of a request trace to the real scheduler of a scenario's engine. labels: the names of
+    the trace's fields; hash_block_size: tokens that one of its hashes stands for."""
+
+    case: int
+    scenario: bytes
+    path: str
+    labels: tuple[str, ...]
+    hash_block_size: int
+    arrivals: str
+    limit: int | None
 
 
 class AskCpuTime(Struct, tag="cpu_time"):
@@ -84,6 +98,17 @@ class StepTimes(Struct, tag="times"):
     seconds: list[float]
 
 
+class TraceSteps(Struct, tag="trace_steps"):
+    """More steps of a trace; `last` ends it, with vLLM's own prefix cache statistics: queries, hits, and those of
+    preempted requests, in tokens. error: what vLLM raised."""
+
+    case: int
+    steps: list[StepFacts]
+    last: bool
+    statistics: list[int] = []
+    error: str | None = None
+
+
 class CpuTime(Struct, tag="cpu"):
     """Processor seconds of the child."""
 
@@ -115,8 +140,8 @@ class Ended(Struct, tag="ended"):
     code: int | None
 
 
-ToChild = RunCase | AskStartupPool | AskStepTimes | AskCpuTime
-ToParent = Ready | NotReady | Records | StartupPool | StepTimes | CpuTime
+ToChild = RunCase | AskStartupPool | AskStepTimes | PlayTrace | AskCpuTime
+ToParent = Ready | NotReady | Records | StartupPool | StepTimes | TraceSteps | CpuTime
 
 ToHost = Fork | AskEnd
 FromHost = Ready | NotReady | Forked | Ended

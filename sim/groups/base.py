@@ -130,6 +130,13 @@ class GroupManager:
         prefix = request.prefixes[num_tokens // self.setting.hash_block_size - 1]
         return prefix * self.setting.num_groups + self.index
 
+    def block_keys(self, request: Request, start_block: int, end_block: int) -> list[int]:
+        """The pool keys of the prefixes that end with the blocks [start_block, end_block)."""
+        stride = self.block_size // self.setting.hash_block_size  # divides evenly
+        prefixes = request.prefixes[(start_block + 1) * stride - 1 : end_block * stride : stride]
+        num_groups, index = self.setting.num_groups, self.index
+        return prefixes if num_groups == 1 else [prefix * num_groups + index for prefix in prefixes]
+
     def num_hashed(self, request: Request) -> int:
         """Leading tokens of the request that have keys."""
         return len(request.prefixes) * self.setting.hash_block_size
@@ -208,11 +215,14 @@ class GroupManager:
             return
         table = request.tables[self.index]
         mask = self.cache_mask(request, num_done, num_full)
-        for block_index in range(num_done, num_full):
-            block_id = table[block_index]
-            if block_id != NULL and (mask is None or mask[block_index - num_done]):
-                end = (block_index + 1) * self.block_size
-                self.pool.link_full(self.key(request, end), block_id, end)
+        block_ids = table[num_done:num_full]
+        keys = self.block_keys(request, num_done, num_full)
+        if mask is None and NULL not in block_ids:
+            self.pool.link_run(keys, block_ids)
+        else:
+            for i, block_id in enumerate(block_ids):
+                if block_id != NULL and (mask is None or mask[i]):
+                    self.pool.link_full(keys[i], block_id)
         request.tracked[self.index] = num_full
 
     def resume_boundaries(self, request: Request) -> list[int]:

@@ -22,9 +22,13 @@ class FullManager(GroupManager):
     ) -> tuple[list[list[int]], int]:
         found: list[list[int]] = [[] for _ in members]
         limit = min(max_tokens, self.num_hashed(request))
-        hit = 0
-        while hit + self.block_size <= limit and self._append_hit(found, request, hit + self.block_size, members):
-            hit += self.block_size
+        if len(members) == 1:
+            found[0] = self.pool.lookup_run(self.block_keys(request, 0, limit // self.block_size))
+            hit = len(found[0]) * self.block_size
+        else:
+            hit = 0
+            while hit + self.block_size <= limit and self._append_hit(found, request, hit + self.block_size, members):
+                hit += self.block_size
         alignment = self.setting.hit_alignment
         if alignment < self.block_size and self.block_size % alignment == 0:
             hit = self._extend_into_block(found, request, hit, limit, members)

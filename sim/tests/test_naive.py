@@ -145,7 +145,7 @@ def _assert_needed_blocks_are_there(cache: Cache, kv: KVCacheManager, request: R
             needed = [hits.num_tokens - 1]  # where the state lies
         for position in {token // group.block_size for token in needed}:
             first, whole = position * group.block_size, (position + 1) * group.block_size
-            holders = [kv.pool.links[group.key(request, n)] for n in sorted(lengths) if first < n <= whole]
+            holders = [kv.pool.holders(group.key(request, n)) for n in sorted(lengths) if first < n <= whole]
             assert [blocks[position]] in holders
 
 
