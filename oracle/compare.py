@@ -31,6 +31,7 @@ _ACTED_UPON: dict[str, tuple[Kind, str]] = {
 _UPDATED: dict[str, tuple[Kind, str]] = {
     "step": ("schedule", "step"),
     "new_tokens": ("schedule", "new_tokens"),
+    "arrived": ("schedule", "arrived"),
     "finished": ("schedule", "finished"),
     "events": ("event", "kv_events"),
 }
@@ -60,6 +61,7 @@ _WORDS = {
     "zeroed": "zeroed blocks",
     "copies": "copied blocks",
     "new_tokens": "new tokens",
+    "arrived": "loads that arrived",
     "events": "KV events",
     "refs": "reference counts",
     "free": "free queue",
@@ -108,6 +110,7 @@ class _Comparison:
             same = (
                 mine.new_tokens == theirs.new_tokens
                 and mine.finished == theirs.finished
+                and mine.arrived == theirs.arrived
                 and mine.step == theirs.step
                 and (mine.events == theirs.events or mine.events is None or theirs.events is None)
             )

@@ -32,6 +32,7 @@ from sim.scenario import (
     Cross,
     Direct,
     Mamba,
+    Pause,
     Run,
     Scenario,
     SlidingWindow,
@@ -145,14 +146,18 @@ def _num_common_tokens(one: Add | Direct, other: Add | Direct) -> int:
 class Stay:
     """A request among the running, from one admission to its end or preemption.
 
-    num_local, num_external: tokens that were there at the admission. num_computed: leading tokens computed once all
-    steps so far have run, drafts taken as right until the output says otherwise; stays when the request leaves.
+    num_local, num_external: tokens that were there at the admission. loads: the external ones are still under way; such a
+    stay begins with the grant of its blocks, before the request is among the running. num_computed: leading tokens
+    computed once all steps so far have run, drafts taken as right until the output says otherwise; stays when the request
+    leaves.
     num_known: tokens known for certain (without drafts: no limit). num_in_flight: scheduled in steps whose output has not
     been processed; followed with drafts only. room: tokens that have slots in every group. sources: by group of states,
     the block with the state to go on from.
     """
 
     __slots__ = (
+        "is_admitted",
+        "loads",
         "num_computed",
         "num_external",
         "num_found",
@@ -175,6 +180,8 @@ class Stay:
         self.num_local = num_local
         self.num_external = num_external
         self.num_found = num_local + num_external
+        self.is_admitted = True
+        self.loads = False
         self.num_computed = self.num_found - num_replayed
         self.num_known = _ENDLESS
         self.num_in_flight = 0
@@ -184,6 +191,11 @@ class Stay:
     @property
     def num_written(self) -> int:
         """Leading tokens whose right values its blocks hold."""
+        return self.num_local if self.loads else self.num_reached
+
+    @property
+    def num_reached(self) -> int:
+        """Leading tokens that are written or under way: those before them that are skipped need no block."""
         return max(self.num_found, min(self.num_computed, self.num_known))
 
 
@@ -236,9 +248,9 @@ class Replay:
     fresh: blocks that entered a table to be written. hits: blocks that came in for their content, and that content.
     nulls: (stay, group, position, tokens computed so far) of new null entries. replaced: entries of a stay that now name
     another block. advanced: entries of states that the step writes. stateless: those whose state to go on from has left the
-    table. overwritten: held blocks that were zeroed or copied over. homeless: (stay, first token, number) of scheduled
-    tokens without slots. new_keys: (group, add, tokens, block) of links of the prefix cache that are new, or
-    whose block got new content.
+    table. overwritten: held blocks that were zeroed or copied over. unloaded: stays admitted before their load arrived.
+    homeless: (stay, first token, number) of scheduled tokens without slots. new_keys: (group, add, tokens, block) of links
+    of the prefix cache that are new, or whose block got new content.
 
     unbalanced: (group, add, tokens) -> links that KV events have told of, less those that are there. is_told: all events
     so far have been told; they come with the next update.
@@ -276,6 +288,7 @@ class Replay:
         self.advanced: list[Entry] = []
         self.stateless: list[Entry] = []
         self.overwritten: list[int] = []
+        self.unloaded: list[Stay] = []
         self.homeless: list[tuple[Stay, int, int]] = []
         self.new_keys: list[tuple[int, int, int, int]] = []
         self._events: tuple[list[Any], ...] = (
@@ -286,6 +299,7 @@ class Replay:
             self.advanced,
             self.stateless,
             self.overwritten,
+            self.unloaded,
             self.homeless,
             self.new_keys,
         )
@@ -293,14 +307,18 @@ class Replay:
         self._rewritten: set[int] = set()
         self._lives: dict[str, deque[int]] = {}
         self._num_adds_by_run: list[int] = []
+        self._paused_by_run: list[bool] = []
         self._num_runs = 0
-        num_adds = 0
+        num_adds, is_paused = 0, False
         for step in scenario.steps:
             if isinstance(step, (Add, Direct)):
                 self._lives.setdefault(step.id, deque()).append(num_adds)
                 num_adds += 1
+            elif isinstance(step, Pause):
+                is_paused = step.what != "none"
             elif isinstance(step, Run):
                 self._num_adds_by_run.append(num_adds)
+                self._paused_by_run.append(is_paused)
 
     def advance(self, record: Record) -> None:
         """Takes in one record."""
@@ -317,6 +335,8 @@ class Replay:
             if record.tables is not None:
                 self._follow(record.tables)
             if isinstance(record, Updated):
+                for request in record.arrived:
+                    self._arrive(request)
                 if self._in_flight:
                     self._take_output(record)
                 for request in record.finished:
@@ -344,7 +364,7 @@ class Replay:
         for source, target in record.copies:
             held = contents[source]
             contents[target] = held and held._replace(until=held.num_tokens if held.until == _ENDLESS else held.until)
-        for request in (*record.resumed, *record.admitted):
+        for request in dict.fromkeys((*record.hits, *record.resumed, *record.admitted)):
             self._admit(request, record)
         if record.tables is not None:
             tables = record.tables
@@ -444,15 +464,36 @@ class Replay:
                     return
 
     def _admit(self, request: str, record: Scheduled) -> None:
-        """A new stay. Blocks it held before an earlier preemption are all let go first."""
+        """A new stay, or the rest of one that began with a load. Blocks held before an earlier preemption are all let go
+        first."""
+        is_admitted = request in record.admitted or request in record.resumed
+        stay = self.stays.get(request)
+        if stay is not None and not stay.is_admitted and is_admitted:
+            stay.is_admitted = True
+            stay.num_computed = record.hits.get(request, 0)  # the last token loaded may be computed again
+            if stay.loads:
+                self.unloaded.append(stay)
+            return
         if request in self.tables:
             self._leave(request)
         num_external = record.external.get(request, 0)
         start = record.hits.get(request, 0) + num_external
-        num_replayed = self._replay_window if start > 0 else 0
+        num_replayed = self._replay_window if start > 0 and is_admitted else 0
         if self._restores_windows and num_external:
             num_replayed = 0
-        self._new_stay(request, start + num_replayed - num_external, num_external, num_replayed)
+        stay = self._new_stay(request, start + num_replayed - num_external, num_external, num_replayed)
+        stay.is_admitted = is_admitted
+        stay.loads = not is_admitted
+
+    def _arrive(self, request: str) -> None:
+        """All that a load brings is there."""
+        stay = self.stays.get(request)
+        if stay is None or not stay.loads:
+            return
+        stay.loads = False
+        for group in self._state_groups:
+            block = stay.sources.get(group.index, NULL)
+            self._put(block, Content(stay, group.index, group.last_position(stay.num_found), stay.num_found))
 
     def _new_stay(self, request: str, num_local: int, num_external: int, num_replayed: int) -> Stay:
         lives = self._lives.get(request)
@@ -474,6 +515,17 @@ class Replay:
         """IDs of requests that had come before the last `run` ended and have neither finished nor been aborted."""
         num_adds = self._num_adds_by_run[self._num_runs - 1] if self._num_runs else 0
         return [request for request, lives in self._lives.items() if lives and lives[0] < num_adds]
+
+    @property
+    def waits_for_outside(self) -> bool:
+        """Whether the last `run` ended with the engine paused, or with a load under way: nobody has to get on then."""
+        is_paused = self._num_runs > 0 and self._paused_by_run[self._num_runs - 1]
+        return is_paused or self.loads_under_way
+
+    @property
+    def loads_under_way(self) -> bool:
+        """Whether somebody holds blocks for a load that has not arrived."""
+        return any(stay.loads for stay in self.stays.values())
 
     # -- tables --------------------------------------------------------------------------------------------------------
 
@@ -525,7 +577,7 @@ class Replay:
     def _replace(self, stay: Stay, group: GroupView, position: int, was: int, block: int) -> None:
         self._release(was)
         if block == NULL:
-            self.nulls.append((stay, group.index, position, stay.num_written))
+            self.nulls.append((stay, group.index, position, stay.num_reached))
         else:
             self.num_holders[block] += 1
             self.replaced.append(Entry(stay, group.index, position, block))
@@ -541,7 +593,7 @@ class Replay:
         for position in range(start, len(table)):
             block = table[position]
             if block == NULL:
-                self.nulls.append((stay, index, position, stay.num_written))
+                self.nulls.append((stay, index, position, stay.num_reached))
                 continue
             num_holders[block] += 1
             entry = Entry(stay, index, position, block)
@@ -569,7 +621,8 @@ class Replay:
                 if stay.num_local % group.block_size == 0:
                     continue  # a whole block is shared; one that local tokens only begin is the stay's own copy
             self.fresh.append(entry)
-            self.contents[block] = Content(stay, group.index, position, stay.num_found if position == found else 0)
+            is_there = position == found and not stay.loads
+            self.contents[block] = Content(stay, group.index, position, stay.num_found if is_there else 0)
         if found >= 0:
             stay.sources[group.index] = table[found] if found < len(table) else NULL
 

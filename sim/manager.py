@@ -52,6 +52,7 @@ class KVCacheManager:
         ]
         self.coordinator = Coordinator(self.groups, self.setting, dropping)
         self.no_hits = self.coordinator.no_hits()
+        self._not_zeroed: set[int] = set()
         self._cached_groups = [g for g in self.groups if g.prefix_cacheable] if self.caching else []
         self._stepped_groups = [g for g in self.groups if isinstance(g, MambaAlignManager)]
 
@@ -174,7 +175,17 @@ class KVCacheManager:
         for group in self.groups:
             zeroed += group.to_zero
             group.to_zero.clear()
+        if self._not_zeroed:
+            zeroed = [block_id for block_id in zeroed if block_id not in self._not_zeroed]
+            self._not_zeroed.clear()
         return zeroed if self.setting.zeroes_new_blocks else []
+
+    def skip_zeroing(self, request: Request, start: int, end: int) -> None:
+        """Blocks of the tokens [start, end) are not zeroed in this step: a load writes to them meanwhile."""
+        for group in self.groups:
+            if group.zeroes_new_blocks:
+                first, last = start // group.block_size, ceil_div(end, group.block_size)  # floor: the block of `start`
+                self._not_zeroed.update(request.tables[group.index][first:last])
 
     def drain_copies(self) -> list[tuple[int, int]]:
         """(source, target) blocks that the worker has to copy in this step, group by group."""

@@ -35,6 +35,8 @@ class Rules:
     """[0.31] An asynchronous load is admitted only if its next step's drafts would fit too."""
     reservation_is_per_group: bool
     """[0.32] Those blocks are counted group by group, before by the scheduler's block size."""
+    loads_skip_zeroing_by_range: bool
+    """[up to 0.31] No block in an asynchronous load's range of tokens is zeroed; since, none taken for external tokens."""
     loads_may_restore_windows: bool
     """[0.32] A load may bring the last window of a group with bounded replay."""
     prefill_cadence_is_local: bool
@@ -133,6 +135,7 @@ _V0_33 = Rules(
     holders_have_own_queue=True,
     blocks_reserved_for_drafts=True,
     reservation_is_per_group=True,
+    loads_skip_zeroing_by_range=False,
     loads_may_restore_windows=True,
     prefill_cadence_is_local=True,
     holders_run_while_new_are_paused=True,
@@ -188,6 +191,7 @@ _V0_32 = replace(
 _V0_31 = replace(
     _V0_32,
     release="0.31.0",
+    loads_skip_zeroing_by_range=True,
     unsplit_where_pages_differ=False,
     lone_group_refuses_prefix_match_unit=False,
     reservation_is_per_group=False,

@@ -87,7 +87,7 @@ class Scheduler:
         self.aside: WaitingQueue = self._new_queue()
         self.arrived_loads: set[str] = set()
         self.ended_loads: dict[str, Request] = {}
-        self._reported_loads: dict[str, None] = {}
+        self.reported_loads: dict[str, None] = {}  # in order: the next output brings the news
         self.paused: Literal["none", "new", "all"] = "none"
         self._prefilling: dict[Request, None] = {}  # in order of admission: their prefill goes on after this step
         self._passed_over: set[Request] = set()
@@ -168,7 +168,7 @@ class Scheduler:
         none under way."""
         loading = any(r.id == request_id and r.status == Status.LOADING for r in self.aside)
         if (loading and request_id not in self.arrived_loads) or request_id in self.ended_loads:
-            self._reported_loads[request_id] = None
+            self.reported_loads[request_id] = None
 
     # -- first half of a step ------------------------------------------------------------------------------------------
 
@@ -327,6 +327,8 @@ class Scheduler:
         if self.connector is not None:
             self.connector.allocated(request.id, found.num_external)
         request.num_computed = found.num_computed - size.num_replayed
+        if found.loads_later and self.rules.loads_skip_zeroing_by_range:
+            self.kv.skip_zeroing(request, request.num_computed - found.num_external, request.num_computed)
         plan.external[request.id] = found.num_external
         plan.hits[request.id] = request.num_computed - found.num_external
 
@@ -522,12 +524,12 @@ class Scheduler:
             self._update_with_drafts(plan, finished, new_tokens)
         if finished:
             self.running = [request for request in self.running if request.status == Status.RUNNING]
-        for request_id in self._reported_loads:
+        for request_id in self.reported_loads:
             if request_id in self.ended_loads:
                 self._free(self.ended_loads.pop(request_id))
             else:
                 self.arrived_loads.add(request_id)
-        self._reported_loads.clear()
+        self.reported_loads.clear()
         return finished, new_tokens
 
     def _update_plain(self, plan: Plan, finished: list[str], new_tokens: dict[str, int]) -> None:

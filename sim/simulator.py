@@ -152,8 +152,9 @@ class Simulator:
         number, plan = self._in_flight.popleft()
         self._phase = "update"
         num_ended_loads = len(self.scheduler.ended_loads)
+        arrived = list(self.scheduler.reported_loads)
         finished, new_tokens = self.scheduler.update(plan)
-        record = Updated(step=number, finished=finished, new_tokens=new_tokens, events=self._events())
+        record = Updated(step=number, finished=finished, new_tokens=new_tokens, arrived=arrived, events=self._events())
         if finished or len(self.scheduler.ended_loads) < num_ended_loads:
             record.tables = self._tables()
         self._add_state(record)

@@ -115,7 +115,7 @@ class SchedulerDriver:
         self._in_flight: deque[tuple[int, Any, dict[str, int]]] = deque()
         self._max_left_in_flight = 1 if scenario.engine.async_scheduling else 0
         self._num_verified: dict[Request, int] = {}
-        self._arrived: set[str] = set()
+        self._arrived: dict[str, None] = {}  # in order, also where vLLM has a set
 
     def start_record(self, release: str) -> Start:
         scenario = self._scenario
@@ -244,7 +244,7 @@ class SchedulerDriver:
         if request is None or request_id in self._scheduler.finished_recving_kv_req_ids:
             return
         if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS or request.is_finished():
-            self._arrived.add(request_id)
+            self._arrived[request_id] = None
 
     def _acted(self, record: Acted) -> None:
         self._state.fill_in(record)
@@ -333,18 +333,18 @@ class SchedulerDriver:
         """The loads that the worker reports with this output."""
         if not self._arrived:
             return None
-        arrived, self._arrived = self._arrived, set()
-        return KVConnectorOutput(finished_recving=arrived)
+        arrived, self._arrived = self._arrived, {}
+        return KVConnectorOutput(finished_recving=arrived)  # type: ignore[arg-type]  # vLLM only iterates over it
 
     def _update(self) -> None:
         """Processes the oldest output in flight."""
         number, output, samples = self._in_flight.popleft()
         requests = [self._requests[request_id] for request_id in output.num_scheduled_tokens]
         live = [(request, request.num_output_tokens) for request in requests if not request.is_finished()]
+        record = Updated(step=number, arrived=list(self._arrived))
         with self._out.failing("update"):
             self._scheduler.update_from_output(output, self._model_output(samples))
             self._hand_over_drafts(samples)
-        record = Updated(step=number)
         for request, num_outputs in live:
             if request.num_output_tokens > num_outputs:
                 record.new_tokens[request.request_id] = request.num_output_tokens - num_outputs

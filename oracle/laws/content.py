@@ -75,6 +75,10 @@ def check_content(trial: Trial, record: Scheduled | Updated) -> None:
             trial.report(
                 "content", 3, "needed_block_null", message, request=stay.request, group=index, positions=[position]
             )
+    for stay in replay.unloaded:
+        start, end = stay.num_local, stay.num_found
+        message = f"admitted, though its load of {token_range(start, end)} has not arrived"
+        trial.report("content", 3, "load_missing", message, request=stay.request, expected=end, observed=start)
     for entry in replay.stateless:
         message = f"the state to go on from was in block {entry.block}, which is no longer in the table"
         _report_entry(trial, "content", 3, "state_lost", entry, message)

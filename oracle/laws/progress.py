@@ -42,7 +42,7 @@ def check_progress(trial: Trial, record: Scheduled | Updated | Acted | End) -> N
         _check_end(trial, record.last)
     elif record.action != "run":
         trial.states.clear()  # somebody from outside sent the engine back: no circle of its own
-    elif record.result == "stalled" and trial.promises_progress():
+    elif record.result == "stalled" and not trial.replay.waits_for_outside and trial.promises_progress():
         waiting = trial.replay.unfinished()
         message = f"nothing was scheduled any more; unfinished: {', '.join(waiting)}"
         trial.report("hang", 8, "stalled", message, observed=waiting)
@@ -50,6 +50,8 @@ def check_progress(trial: Trial, record: Scheduled | Updated | Acted | End) -> N
 
 def _check_circles(trial: Trial, record: Scheduled) -> None:
     replay = trial.replay
+    if replay.loads_under_way:
+        return  # the blocks that a load holds come back with it
     computed = tuple((stay.request, stay.num_computed) for stay in replay.stays.values())
     state = (computed, tuple(record.scheduled.items()), tuple(record.preempted), tuple(replay.free or ()))
     trial.states[state] = trial.states.get(state, 0) + 1
@@ -59,10 +61,12 @@ def _check_circles(trial: Trial, record: Scheduled) -> None:
 
 
 def _check_end(trial: Trial, last: object) -> None:
-    """Whoever ran until idle has nobody left and holds nothing."""
+    """Whoever ran until idle has nobody left and holds nothing, unless the engine was paused."""
     if not isinstance(last, Acted) or last.result != "idle" or not isinstance(trial.scenario.steps[-1], Run):
         return
     replay = trial.replay
+    if replay.waits_for_outside:
+        return
     waiting = replay.unfinished()
     if waiting:
         message = f"the engine is idle, but {', '.join(waiting)} never ended"

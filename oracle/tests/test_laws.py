@@ -43,6 +43,18 @@ TIGHT = scenario(
 ALL = {"shared": SHARED, "connected": CONNECTED, "states": STATES, "tight": TIGHT}
 
 
+LOADED = scenario(
+    "{blocks: 40, max_model_len: 64}",
+    "[{kind: full, block: 4}, {kind: sliding_window, block: 4, window: 6}]",
+    "[{add: {id: A, prompt: [[s, 17]], max_tokens: 6, external: 12, load: async}}, "
+    "{add: {id: B, prompt: [[b, 9]], max_tokens: 12}}, {step: 3}, {load_done: A}, {step: 2}, "
+    "{add: {id: C, prompt: [[s, 16], [c, 3]], max_tokens: 3, external: 2, load: async}}, {load_done: C}, {step: 1}, "
+    "{load_done: C}, {run: 50}]",
+    "{name: scripted}",
+)
+ALL["loaded"] = LOADED
+
+
 @pytest.mark.parametrize("case", ALL.values(), ids=ALL)
 def test_a_faultless_history_breaks_no_law(case: Scenario) -> None:
     assert verdicts(case, history_of(case)) == []
@@ -355,6 +367,19 @@ def test_law_3_a_block_that_is_hit_in_part() -> None:
     assert causes(SHARED, history[: history.index(record) + 1]) == []
     record.hits["B"] = 9  # the 9th token is A's alone
     assert causes(SHARED, history[: history.index(record) + 1], 3) == ["hit_wrong_tokens"]
+
+
+def test_law_3_what_a_load_brings_is_there_once_it_has_arrived() -> None:
+    """Its blocks are cached and hit after that; without its arrival nobody ever wrote them."""
+    history = history_of(LOADED)
+    assert [record.hits for record in history if isinstance(record, Scheduled) and "C" in record.hits] == [
+        {"C": 16},
+        {"C": 18},
+    ]
+    for record in history:
+        if isinstance(record, Updated) and "A" in record.arrived:
+            record.arrived.remove("A")
+    assert {"load_missing", "key_wrong_tokens", "hit_wrong_tokens"} == set(causes(LOADED, history))
 
 
 # ----------------------------------------------------------------------------------------------------------------- law 4
@@ -710,6 +735,36 @@ def test_law_8_speaks_of_ends_only_where_the_scenario_ends_in_a_run() -> None:
         "null",
     )
     assert verdicts(case, history_of(case)) == []
+
+
+def test_law_8_a_paused_engine_leaves_requests_waiting() -> None:
+    cases = [
+        scenario(
+            "{blocks: 20, max_model_len: 64}",
+            "[{kind: full, block: 4}]",
+            "[{add: {id: A, prompt: [[s, 9]], max_tokens: 3}}, {step: 1}, {add: {id: B, prompt: [[b, 9]]}}, "
+            f"{pause}{{run: 9}}]",
+            "null",
+        )
+        for pause in ("", "{pause: new}, ")
+    ]
+    history = history_of(cases[1])
+    assert verdicts(cases[1], history) == []
+    assert [(f.cause, f.observed) for f in verdicts(cases[0], history)] == [("lost_request", ["B"])]
+
+
+def test_law_8_a_load_that_never_arrives_is_no_standstill() -> None:
+    end = {"add": {"id": "A", "prompt": [["a", 20]], "max_tokens": 1, "external": 8, "load": "async"}}
+    case = scenario(
+        "{blocks: 9, max_model_len: 32}", "[{kind: full, block: 8}]", f"[{end}, {{run: 9}}]", "{name: scripted}"
+    )
+    history = history_of(case)
+    assert isinstance(history[-1], Acted)
+    assert history[-1].result == "stalled"
+    assert verdicts(case, history) == []
+    update = next(record for record in history if isinstance(record, Updated))
+    update.arrived = ["A"]
+    assert causes(case, history) == ["stalled"]
 
 
 def test_law_10() -> None:
