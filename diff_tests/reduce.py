@@ -170,7 +170,14 @@ def _reset_add_fields(scenario: Scenario) -> Iterator[Scenario]:
     """Without salt, priority and the like."""
     for i, step in enumerate(scenario.steps):
         if isinstance(step, Add):
-            for name, value in (("salt", None), ("lora", None), ("priority", 0), ("external", None), ("load", None)):
+            for name, value in (
+                ("salt", None),
+                ("lora", None),
+                ("priority", 0),
+                ("external", None),
+                ("load", None),
+                ("output", ()),
+            ):
                 if getattr(step, name) != value:
                     yield _with_step(scenario, i, replace(step, **{name: value}))
 
@@ -211,11 +218,14 @@ def _swap(span: Span, old: Span, new: Span) -> Span:
 
 
 def _map_spans(scenario: Scenario, change: Callable[[Span], Span]) -> Scenario:
-    steps = tuple(
-        replace(step, prompt=tuple(change(span) for span in step.prompt)) if isinstance(step, Add) else step
-        for step in scenario.steps
-    )
-    return replace(scenario, steps=steps)
+    return replace(scenario, steps=tuple(_mapped(step, change) for step in scenario.steps))
+
+
+def _mapped(step: AnyStep, change: Callable[[Span], Span]) -> AnyStep:
+    if not isinstance(step, Add):
+        return step
+    prompt, output = (tuple(change(span) for span in spans) for spans in (step.prompt, step.output))
+    return replace(step, prompt=prompt, output=output)
 
 
 def _shrink_direct(scenario: Scenario) -> Iterator[Scenario]:
@@ -370,7 +380,7 @@ def _rename(scenario: Scenario) -> Iterator[Scenario]:
             ids.setdefault(step.id, chr(ord("A") + len(ids)) if len(ids) < 26 else f"R{len(ids)}")
     outputs = {f"{old}.out": f"{new}.out" for old, new in ids.items()}
     streams = dict(outputs)
-    for span in (span for step in scenario.steps if isinstance(step, Add) for span in step.prompt):
+    for span in (span for step in scenario.steps if isinstance(step, Add) for span in (*step.prompt, *step.output)):
         streams.setdefault(span.stream, f"p{len(streams) - len(outputs)}")
     renamed = _map_spans(scenario, lambda span: span._replace(stream=streams[span.stream]))
     steps = tuple(

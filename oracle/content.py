@@ -124,11 +124,17 @@ class Prefixes:
         return self._common[pair]
 
 
+def _all_tokens(add: Add) -> list[tuple[str, int, int]]:
+    """Prompt, given outputs, and then its own stream without end."""
+    num_given = sum(span.count for span in add.output)
+    return [*add.prompt, *add.output, (add.id + ".out", num_given, _ENDLESS)]
+
+
 def _num_common_tokens(one: Add | Direct, other: Add | Direct) -> int:
     if isinstance(one, Direct) or isinstance(other, Direct) or (one.salt, one.lora) != (other.salt, other.lora):
         return 0
     num_tokens = 0
-    runs = [deque([*add.prompt, (add.id + ".out", 0, _ENDLESS)]) for add in (one, other)]
+    runs = [deque(_all_tokens(add)) for add in (one, other)]
     while runs[0] and runs[1]:
         (stream, start, count), (other_stream, other_start, other_count) = (run.popleft() for run in runs)
         if (stream, start) != (other_stream, other_start):

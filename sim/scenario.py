@@ -157,7 +157,8 @@ class Span(NamedTuple):
 
 class Add(_Value, frozen=True, kw_only=True):
     """A request arrives. `external` and `load` speak to the scripted connector only; with `skip_cache` it does not read
-    the prefix cache, as requests for prompt log probabilities do not."""
+    the prefix cache, as requests for prompt log probabilities do not. `output` is what it generates before it goes on with
+    its own stream `ID.out`: a replay of a recorded run may generate what another request did."""
 
     id: Name
     prompt: tuple[Span, ...]
@@ -168,6 +169,7 @@ class Add(_Value, frozen=True, kw_only=True):
     skip_cache: bool = False
     external: Natural | None = None
     load: Literal["sync", "async"] | None = None
+    output: tuple[Span, ...] = ()
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -384,14 +386,14 @@ def _parse_step(raw: object, path: str) -> AnyStep:
             return _convert({bare: value}, step_type, path)  # type: ignore[no-any-return]
         except ScenarioError as error:
             raise ScenarioError(error.path.removesuffix("." + bare), error.reason) from None
-    if step_type is Add and isinstance(value, dict) and "prompt" in value:
-        value = {
-            **value,
-            "prompt": [
-                _parse_span(s, f"{path}.prompt[{i}]") for i, s in enumerate(_sequence(value["prompt"], f"{path}.prompt"))
-            ],
-        }
+    if step_type is Add and isinstance(value, dict):
+        spans = {name: _parse_spans(value[name], f"{path}.{name}") for name in ("prompt", "output") if name in value}
+        value = {**value, **spans}
     return _convert(value if value is not None else {}, step_type, path)  # type: ignore[no-any-return]
+
+
+def _parse_spans(raw: object, path: str) -> list[Span]:
+    return [_parse_span(item, f"{path}[{i}]") for i, item in enumerate(_sequence(raw, path))]
 
 
 def _parse_span(raw: object, path: str) -> Span:
@@ -414,6 +416,7 @@ def check(scenario: Scenario) -> None:
     for i, group in enumerate(scenario.groups):
         _check_group(group, f"$.groups[{i}]")
     live: set[str] = set()
+    scripted = {step.id for step in scenario.steps if isinstance(step, Add) and step.output}
     for i, step in enumerate(scenario.steps):
         path = f"$.steps[{i}]"
         if isinstance(step, Direct) != (scenario.driver == "direct") and isinstance(step, (Add, Direct)):
@@ -424,6 +427,8 @@ def check(scenario: Scenario) -> None:
             )
         if isinstance(step, Add):
             _check_add(step, scenario.engine, f"{path}.add")
+            if step.id in scripted and step.id in live:
+                raise ScenarioError(f"{path}.add.id", f"{step.id!r} came before; with 'output' an ID is used once")
             live.add(step.id)
         elif isinstance(step, Direct):
             _check_direct(step, scenario, f"{path}.direct")
@@ -494,7 +499,9 @@ def _plain_step(step: AnyStep) -> dict[str, Any]:
         return {key: getattr(step, bare)}
     body = msgspec.to_builtins(step)
     if isinstance(step, Add):
-        body["prompt"] = [[s.stream, s.start, s.count] if s.start else [s.stream, s.count] for s in step.prompt]
+        for name, spans in (("prompt", step.prompt), ("output", step.output)):
+            if name in body:
+                body[name] = [[s.stream, s.start, s.count] if s.start else [s.stream, s.count] for s in spans]
     return {key: body}
 
 
@@ -544,11 +551,14 @@ class Tokens:
 
     def __init__(self, scenario: Scenario) -> None:
         self._bases: dict[str, int] = {}
+        self._outputs: dict[str, list[int]] = {}
         for step in scenario.steps:
             if isinstance(step, Add):
                 for span in step.prompt:
                     self.base(span.stream)
                 self.base(step.id + ".out")
+                if step.output:
+                    self._outputs[step.id] = self._numbers(step.output)
 
     def base(self, stream: str) -> int:
         """The number of the stream's token 0; token i is base + i."""
@@ -558,14 +568,20 @@ class Tokens:
 
     def prompt(self, add: Add) -> list[int]:
         """The token numbers of a request's prompt."""
+        return self._numbers(add.prompt)
+
+    def _numbers(self, spans: tuple[Span, ...]) -> list[int]:
         numbers: list[int] = []
-        for span in add.prompt:
+        for span in spans:
             first = self.base(span.stream) + span.start
             numbers.extend(range(first, first + span.count))
         return numbers
 
     def output(self, request_id: str, index: int) -> int:
         """The number of the index-th token generated for a request."""
+        given = self._outputs.get(request_id)
+        if given is not None and index < len(given):
+            return given[index]
         return self.base(request_id + ".out") + index
 
     def name(self, number: int) -> str:
