@@ -369,6 +369,112 @@ def replay(paths: tuple[Path, ...], vllm: str, connector: str | None, as_json: b
     return FINDINGS if any(r.bad for r in replayed) else OK
 
 
+@cli.command(
+    epilog='kvoracle record -- my-model --kv-transfer-config \'{"kv_connector": "DecodeBenchConnector", "kv_role": '
+    '"kv_both"}\'\nkvoracle record --start --connector DecodeBenchConnector -- my-model --port 8000\n'
+    "kvoracle record --print-probe > kvprobe.py"
+)
+@click.argument("arguments", nargs=-1)
+@click.option("--print-probe", is_flag=True, help="Print the probe, one file that needs nothing but vLLM, and end.")
+@click.option("--start", is_flag=True, help="Start the server instead of printing its command line.")
+@click.option(
+    "--dir",
+    "folder",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Folder of probe and trace. Default: kvoracle-runs/DATE-TIME-record.",
+)
+@click.option("--connector", metavar="NAME", help="KV connector of a server whose arguments name none.")
+@click.option(
+    "--verify",
+    type=click.Choice(["off", "sample", "all"]),
+    default="off",
+    show_default=True,
+    help="Read KV memory before and after each load; nothing is ever written.",
+)
+@click.option("--tokens", is_flag=True, help="Record token IDs. Without it: salted digests, which keep equality.")
+@click.option("--rename", is_flag=True, help="Record salted digests instead of request IDs.")
+@click.option("--max-mb", metavar="M", type=click.FloatRange(min=1), help="Size of one process's files. Default: 1024.")
+def record(
+    arguments: tuple[str, ...],
+    print_probe: bool,
+    start: bool,
+    folder: Path | None,
+    connector: str | None,
+    verify: str,
+    tokens: bool,
+    rename: bool,
+    max_mb: float | None,
+) -> int:
+    """Put the probe into a server: print its exact command line, or start it.
+
+    ARGUMENTS are those of `vllm serve`, or a whole command that starts a server. The probe watches the KV connector, and
+    each child of a MultiConnector; no line of vLLM is edited. Give what it wrote to `kvoracle check`.
+    """
+    from diff_tests.live.record import RecordError, prepare, probe_text
+
+    if print_probe:
+        click.echo(probe_text(), nl=False)
+        return OK
+    folder = folder or Path("kvoracle-runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-record"
+    settings = {"verify": verify, "tokens": tokens, "rename": rename, "max_mb": max_mb}
+    try:
+        recording = prepare(
+            arguments, folder, {k: v for k, v in settings.items() if v not in (False, None, "off")}, connector
+        )
+    except RecordError as error:
+        raise InputError(str(error)) from None
+    except OSError as error:
+        raise InputError(f"--dir {folder}: cannot be written: {error.strerror}; name another folder") from None
+    click.echo(f"trace in {recording.folder}; judge it with: kvoracle check {recording.folder}", err=True)
+    if not start:
+        click.echo(recording.shell())
+        return OK
+    try:
+        os.execvpe(recording.command[0], recording.command, {**os.environ, **recording.environment})
+    except OSError as error:
+        raise StartError(f"{recording.command[0]}: {error.strerror}") from None
+
+
+@cli.command(epilog="kvoracle check trace/\nkvoracle check trace/ --follow\nkvoracle check trace/ --scenario case.yaml")
+@click.argument("paths", metavar="TRACE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--follow", is_flag=True, help="Go on while the server runs; findings are shown as they come. Ends with Ctrl-C."
+)
+@click.option(
+    "--idle", metavar="T", type=click.FloatRange(min=0), help="With --follow: end after T seconds with nothing new."
+)
+@click.option(
+    "--scenario",
+    "output",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Write the run, or the part around the first finding, as a scenario for `run`, `reduce` and `explain`.",
+)
+@_json_option
+def check(paths: tuple[Path, ...], follow: bool, idle: float | None, output: Path | None, as_json: bool) -> int:
+    """Judge what the probe recorded of a live server.
+
+    TRACE: the folder, or the files of all processes of one engine. The model follows the recorded decisions and predicts
+    tables and hits; the laws look at what was selected, received and written. A trace that was cut off is judged as far
+    as it goes. Of a vLLM that we have no rules for, only the laws judge.
+    """
+    from diff_tests.live.check import check_document, print_checked
+    from diff_tests.live.export import export
+    from diff_tests.live.watch import watch
+    from sim.scenario import dump
+
+    trace, checked, num_shown = _trace_errors(lambda: watch(paths, follow, idle, None if as_json else _output()))
+    if output is not None:
+        first = checked.findings[0].finding if checked.findings else None
+        _write(output, dump(export(checked.rebuilt, first)))
+    if as_json:
+        _print_json(check_document(trace, checked))
+    else:
+        print_checked(_output(), trace, checked, num_shown)
+    return FINDINGS if checked.verdict == "different" else OK
+
+
 @cli.command(epilog="kvoracle bench\nkvoracle bench --only model --json")
 @_vllm_option
 @click.option(
@@ -581,6 +687,18 @@ def _target_errors(use: Callable[[], Any]) -> Any:
         raise InputError(str(error)) from None
     except TargetStartError as error:
         raise StartError(str(error)) from None
+
+
+def _trace_errors(use: Callable[[], Any]) -> Any:
+    """Turns what is wrong with a trace into one message."""
+    from diff_tests.live.trace import TraceError
+
+    try:
+        return use()
+    except TraceError as error:
+        raise InputError(str(error)) from None
+    except OSError as error:
+        raise InputError(f"{error.filename}: cannot be read: {error.strerror}") from None
 
 
 class _Started:

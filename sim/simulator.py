@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from sim.connector import ConnectorRule
+from sim.follow import FollowingScheduler, Observed
 from sim.geometry import effective_block_size
 from sim.history import (
     Acted,
@@ -51,12 +52,22 @@ class Simulator:
     Raises ScenarioError where the scenario asks for something that is not modelled.
     """
 
-    def __init__(self, scenario: Scenario, rules: Rules | None = None, connector: ConnectorRule | None = None) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        rules: Rules | None = None,
+        connector: ConnectorRule | None = None,
+        observed: Observed | None = None,
+    ) -> None:
+        """observed: follow these decisions instead of making them; the connector's answers are among them."""
         self.scenario = scenario
         self.rules = rules or rules_of(NEWEST)
         self.refusal = refusal(scenario, self.rules)
         if self.refusal is None:
-            self.scheduler = Scheduler(scenario, self.rules, connector)
+            if observed is None:
+                self.scheduler = Scheduler(scenario, self.rules, connector)
+            else:
+                self.scheduler = FollowingScheduler(scenario, self.rules, observed)
             self.pool = self.scheduler.kv.pool
         self._step_number = 0
         self._phase = "add"

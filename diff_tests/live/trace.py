@@ -244,6 +244,7 @@ class WrittenLayer(Struct, frozen=True):
     mixed: list[int]
     outside: list[int]
     num_others: int = 0
+    block_bytes: int = 0
 
 
 class LoadRecord(_Record, frozen=True, tag="load"):

@@ -50,7 +50,7 @@ Worker:
     received  k, selected: the metadata bound in step k
     load      k, written (with verify): per layer and group: changed, equal [blocks that were to be written], values
               [[element in hex, blocks that consist of it]], mixed [other blocks], outside [blocks changed unasked],
-              num_others (blocks looked at that nobody was to write)
+              num_others (blocks looked at that nobody was to write), block_bytes
 `selected` is {request: {groups: [[block IDs]], tokens}}, by n in the scheduler and by id in a worker; metadata of another
 form is {"form": its plain values}, every string and token list a digest.
 """
@@ -388,9 +388,9 @@ def _engine(vllm_config: Any) -> dict[str, Any]:
 
 
 def _scalar(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return value.name if isinstance(value, enum.Enum) else str(value)
+    if isinstance(value, enum.Enum):
+        return value.name
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def _public(value: Any, secret: Secret) -> Any:
@@ -922,6 +922,7 @@ class Memory:
                     "mixed": mixed,
                     "outside": [b for b in blocks[num_wanted:] if b in changed],
                     "num_others": len(blocks) - num_wanted,
+                    "block_bytes": layer.block_bytes,
                 }
             )
         return entries

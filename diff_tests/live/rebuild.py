@@ -1,0 +1,538 @@
+"""A trace becomes a scenario and a history: what was done to the engine, and what it did, in our own schemas.
+
+The scenario has an `add` for each request and the two halves of each step as they came; the history has what the probe
+saw of each. So a recorded server goes through the same laws, the same comparison and the same reports as any other run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from diff_tests.live.geometry import Geometry, geometry_of
+from diff_tests.live.prompts import prompts
+from diff_tests.live.trace import (
+    AddRecord,
+    AllocRecord,
+    AskRecord,
+    BoundRecord,
+    EndRecord,
+    Line,
+    LiveRequest,
+    LoadedRecord,
+    LoadRecord,
+    MemoryRecord,
+    MetaRecord,
+    RaisedRecord,
+    ReceivedRecord,
+    ResetRecord,
+    Selected,
+    StateRecord,
+    StepRecord,
+    StoppedRecord,
+    Stream,
+    Trace,
+    TraceError,
+    UpdateRecord,
+    WrittenLayer,
+)
+from oracle.contracts import Contract, contract_for
+from sim.geometry import block_sizes, effective_block_size
+from sim.history import Acted, GroupInfo, History, Scheduled, Selection, Selections, Start, Tables, Updated, Written
+from sim.scenario import Abort, Add, AnyStep, LoadDone, ResetPrefixCache, Scenario, Schedule, Update
+
+_ABORTED = "FINISHED_ABORTED"
+_ERROR = "FINISHED_ERROR"
+
+
+@dataclass
+class Rebuilt:
+    """A recorded run in our words.
+
+    places: for each record of the history, the line of the trace that it comes from. gaps: why the model cannot follow,
+    from which step on (0: at all). later: whether answers of a step's admissions load asynchronously, by (step, request).
+    others: what workers besides the first received, by rank and step. ids: vLLM's request IDs by name; names: by number and
+    by ID. is_alone: no other child of a MultiConnector is probed.
+    """
+
+    scenario: Scenario
+    history: History
+    places: list[str]
+    geometry: Geometry
+    contract: Contract | None
+    gaps: list[tuple[int, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    later: set[tuple[int, str]] = field(default_factory=set)
+    others: dict[int, dict[int, Selections | None]] = field(default_factory=dict)
+    ids: dict[str, str] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    has_beginning: bool = True
+    is_alone: bool = True
+    requires_kv_delivery: bool = True
+
+    def by_name(self, selected: dict[str, Any]) -> dict[str, Any]:
+        """Metadata with requests by name, whichever side it is from."""
+        return {self.names.get(key, key): value for key, value in selected.items()}
+
+
+def rebuild(trace: Trace) -> Rebuilt:
+    """Raises TraceError where a line does not go with those before."""
+    return _Rebuilder(trace).run()
+
+
+@dataclass
+class _Life:
+    """A request while it lives. known: tokens; digests: of its whole hash blocks."""
+
+    name: str
+    add: AddRecord | LiveRequest
+    known: int
+    digests: list[str]
+    num_outputs: int = 0
+    ended: bool = False
+    has_stopped: bool = False
+    was_admitted: bool = False
+
+
+class _Rebuilder:
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._lives: dict[int, _Life] = {}
+        self._order: list[int] = []
+        self._names_by_id: dict[str, str] = {}
+        self._tables: dict[int, list[list[int]]] = {}
+        self._num_blocks = trace.start.num_blocks
+        self._hash_block_size: int | None = None
+        self._steps: list[AnyStep | int] = []  # a number stands for the `add` of that request
+        self._history: History = []
+        self._places: list[str] = []
+        self._gaps: list[tuple[int, str]] = []
+        self._notes: list[str] = []
+        self._later: set[tuple[int, str]] = set()
+        self._asked: list[tuple[int, int, int | None, bool]] = []
+        self._external: dict[int, int] = {}
+        self._loaded_now: list[int] = []
+        self._finished: list[tuple[int, int]] = []
+        self._step = 0
+        self._updates = 0
+        self._has_beginning = True
+        self._is_alone = True
+        self._workers = [_Worker(stream) for stream in trace.workers]
+
+    def run(self) -> Rebuilt:
+        self._look_ahead()
+        rows = {layer: rows for worker in self._workers for layer, rows in worker.rows_per_block.items()}
+        geometry = geometry_of(self._trace.start, self._num_blocks, rows)
+        # The contract depends on groups and connector alone.
+        bare = Scenario(engine=geometry.engine, connector=geometry.connector, groups=geometry.groups, steps=())
+        contract = contract_for(bare, geometry.rules)
+        self._begin(bare, geometry)
+        for line in self._trace.scheduler.lines[1:]:
+            self._take(line, contract)
+        scenario = msgspec.structs.replace(bare, steps=self._scenario_steps())
+        gaps = [(0, gap) for gap in geometry.gaps] + self._gaps
+        others = {worker.rank: self._received_by(worker) for worker in self._workers[1:]}
+        return Rebuilt(
+            scenario=scenario,
+            history=self._history,
+            places=self._places,
+            geometry=geometry,
+            contract=contract,
+            gaps=gaps,
+            notes=self._notes,
+            later=self._later,
+            others=others,
+            ids={life.name: life.add.id for life in self._lives.values()},
+            names={
+                **{str(n): life.name for n, life in self._lives.items()},
+                **{life.add.id: life.name for life in self._lives.values()},
+            },
+            has_beginning=self._has_beginning,
+            is_alone=self._is_alone,
+            requires_kv_delivery=self._trace.start.connector.requires_kv_delivery,
+        )
+
+    # -- the beginning -------------------------------------------------------------------------------------------------
+
+    def _look_ahead(self) -> None:
+        """The size of the pool and of a hash block are told after the start."""
+        for line in self._trace.scheduler.lines:
+            record = line.record
+            if isinstance(record, (BoundRecord, StateRecord)):
+                self._num_blocks = record.num_blocks or self._num_blocks
+                self._hash_block_size = record.hash_block_size or self._hash_block_size
+        self._is_alone = not any(isinstance(line.record, MetaRecord) for line in self._trace.scheduler.lines)
+        first = self._trace.scheduler.start
+        if first.part > 0:
+            self._has_beginning = False
+            self._notes.append("the first parts of the trace are gone: only selection, routing and fills are judged")
+            self._gaps.append((0, "the beginning of the trace is gone"))
+
+    def _begin(self, scenario: Scenario, geometry: Geometry) -> None:
+        start = self._trace.start
+        looked_at = {layer for worker in self._workers for layer in worker.looked_at}
+        scheduler_block_size, hash_block_size = block_sizes(scenario, geometry.rules)
+        groups = [
+            GroupInfo(
+                kind=group.kind,
+                block_size=effective_block_size(group, geometry.engine.dcp, geometry.rules),
+                layers=[layer for layer in traced.layers if layer in looked_at],
+            )
+            for group, traced in zip(geometry.groups, start.groups, strict=True)
+        ]
+        record = Start(
+            source="trace",
+            release=start.vllm,
+            connector=start.connector.name,
+            scheduler_block_size=scheduler_block_size,
+            hash_block_size=self._hash_block_size or hash_block_size,
+            groups=groups,
+            sees=("tables",),
+            tables={},
+        )
+        self._hash_block_size = self._hash_block_size or hash_block_size
+        self._note(record, self._trace.scheduler.lines[0])
+
+    def _note(self, record: Any, line: Line) -> None:
+        self._history.append(record)
+        self._places.append(line.place)
+
+    # -- record by record ----------------------------------------------------------------------------------------------
+
+    def _take(self, line: Line, contract: Contract | None) -> None:
+        record = line.record
+        if isinstance(record, AddRecord):
+            self._add(record, line)
+        elif isinstance(record, StateRecord):
+            self._state(record, line)
+        elif isinstance(record, AskRecord):
+            self._ask(record, line)
+        elif isinstance(record, AllocRecord):
+            self._life(record.n, line)
+            self._external[record.n] = max(record.external, self._external.get(record.n, 0))
+        elif isinstance(record, StepRecord):
+            self._scheduled(record, line, contract)
+        elif isinstance(record, LoadedRecord):
+            self._loaded(record, line)
+        elif isinstance(record, EndRecord):
+            self._end(record, line)
+        elif isinstance(record, UpdateRecord):
+            self._updated(record, line)
+        elif isinstance(record, ResetRecord):
+            # It succeeds only when no block is held: whoever ran was sent back.
+            self._steps.append(ResetPrefixCache(running=bool(self._tables)))
+            self._tables.clear()
+            self._note(Acted(step=self._step, action="reset_prefix_cache", tables=self._named_tables()), line)
+        elif isinstance(record, RaisedRecord):
+            self._gap(f"the connector raised {record.type} in {record.hook}", line)
+        elif isinstance(record, StoppedRecord):
+            self._notes.append(f"{line.place}: the probe failed ({record.type} in {record.hook}) and recorded no more")
+
+    def _gap(self, reason: str, line: Line) -> None:
+        self._gaps.append((self._step, f"{reason} ({line.place})"))
+
+    def _life(self, n: int, line: Line) -> _Life:
+        life = self._lives.get(n)
+        if life is None or life.ended:
+            what = "has ended already" if life else "was never added"
+            raise TraceError(line.path, line.number, f"request {n} {what}")
+        return life
+
+    def _add(self, record: AddRecord, line: Line) -> None:
+        if record.n in self._lives:
+            raise TraceError(line.path, line.number, f"request {record.n} was added before")
+        self._enter(record, record.prompt)
+        if record.parts != ["text"]:
+            self._gap(f"request {record.id} has {' and '.join(record.parts)}, which are not modelled", line)
+
+    def _enter(self, record: AddRecord | LiveRequest, known: int) -> _Life:
+        name = f"r{record.n}" if record.id.startswith("~") else record.id
+        if record.id in self._names_by_id and name == record.id:
+            name = f"{name}#{record.n}"  # an ID may come again
+        self._names_by_id[record.id] = name
+        life = self._lives[record.n] = _Life(name, record, known, list(record.prefix))
+        self._order.append(record.n)
+        self._steps.append(record.n)
+        return life
+
+    def _state(self, record: StateRecord, line: Line) -> None:
+        """A later part begins. It tells nothing new unless it is the first that is left."""
+        if self._step == 0:
+            self._step, self._updates = record.k, record.updates
+            for live in record.requests:
+                life = self._enter(live, live.tokens)
+                life.was_admitted = True
+                if live.tables is not None:
+                    self._tables[live.n] = [list(table) for table in live.tables]
+            return
+        if (record.k, record.updates) != (self._step, self._updates):
+            raise TraceError(line.path, line.number, f"goes on at step {record.k}, but step {self._step} came before")
+
+    def _ask(self, record: AskRecord, line: Line) -> None:
+        self._life(record.n, line)
+        answer, is_later = record.answer
+        if record.c and self._asked and self._asked[-1][0] == record.n:
+            # MultiConnector asks one child after the other and takes the first that has tokens.
+            n, local, before, was_later = self._asked[-1]
+            if before is None or answer is None:
+                self._asked[-1] = (n, local, None, False)
+            elif before == 0:
+                self._asked[-1] = (n, local, answer, is_later)
+            else:
+                self._asked[-1] = (n, local, before, was_later)
+            return
+        self._asked.append((record.n, record.local, answer, is_later))
+
+    def _loaded(self, record: LoadedRecord, line: Line) -> None:
+        self._loaded_now += record.recving
+        if record.failed or record.invalid:
+            self._gap("a load failed", line)
+        for n in record.sending:
+            self._tables.pop(n, None)  # the connector held its blocks until now
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _scheduled(self, record: StepRecord, line: Line, contract: Contract | None) -> None:
+        if record.k != self._step + 1:
+            raise TraceError(line.path, line.number, f"step {record.k} follows step {self._step}; a line is missing")
+        self._step = record.k
+        lives = self._lives
+        for n, _ in record.scheduled:
+            self._life(n, line)
+        for n in record.preempted:
+            self._tables.pop(n, None)
+        self._patch(record, line)
+        starts = dict(record.start)
+        fresh = [n for n in record.new if not lives[n].was_admitted]
+        resumed = [n for n in (*record.new, *record.resumed) if lives[n].was_admitted]
+        for n in fresh:
+            lives[n].was_admitted = True
+        admissions = dict.fromkeys(starts, 0)
+        external = {**self._external, **{n: 0 for n in admissions if n not in self._external}}
+        asked = {n: (local, is_later) for n, local, _, is_later in self._asked}
+        self._later.update((self._step, lives[n].name) for n in external if n not in starts and n in asked)
+        hits = {n: starts[n] - granted for n, granted in external.items() if n in starts}
+        hits.update((n, asked[n][0]) for n in external if n not in starts and n in asked)
+        selected = self._named(record.selected, line)
+        step = Scheduled(
+            step=self._step,
+            scheduled=self._by_name(dict(record.scheduled)),
+            admitted=[lives[n].name for n in fresh],
+            resumed=[lives[n].name for n in resumed],
+            preempted=sorted(lives[n].name for n in record.preempted if n in lives),
+            hits=self._by_name(hits),
+            external=self._by_name(external),
+            zeroed=list(record.zeroed),
+            copies=[(source, target) for source, target in record.copies],
+            asked=[(lives[n].name, local, answer) for n, local, answer, _ in self._asked],
+            selected=selected,
+            tables=self._named_tables(),
+        )
+        if self._workers:
+            step.received = self._received(self._workers[0], self._step, selected)
+            step.written = self._written(self._workers[0], self._step, contract)
+        self._asked, self._external = [], {}
+        self._steps.append(Schedule(count=1))
+        self._note(step, line)
+
+    def _patch(self, record: StepRecord, line: Line) -> None:
+        num_groups = len(self._trace.start.groups)
+        for n, by_group in record.tables:
+            self._life(n, line)
+            old = self._tables.get(n) or [[] for _ in range(num_groups)]
+            if len(by_group) != num_groups:
+                reason = f"request {n} has tables of {len(by_group)} groups, the engine has {num_groups}"
+                raise TraceError(line.path, line.number, reason)
+            tables = [_patched(table, patches, line) for table, patches in zip(old, by_group, strict=True)]
+            if any(tables):
+                self._tables[n] = tables
+            else:
+                self._tables.pop(n, None)
+
+    def _updated(self, record: UpdateRecord, line: Line) -> None:
+        if record.k != self._updates + 1:
+            reason = f"the output of step {record.k} follows that of step {self._updates}; a line is missing"
+            raise TraceError(line.path, line.number, reason)
+        if record.k > self._step:
+            raise TraceError(line.path, line.number, f"the output of step {record.k} comes before the step")
+        self._updates = record.k
+        new_tokens = dict(self._finished)
+        for n, count in record.new:
+            life = self._life(n, line)
+            life.known += count
+            life.num_outputs += count
+            new_tokens[n] = count
+        for n, digests in record.prefix:
+            self._life(n, line).digests += digests
+        finished = [self._lives[n].name for n, _ in self._finished]
+        for n in self._loaded_now:
+            if n in self._lives:
+                self._steps.append(LoadDone(id=self._lives[n].name))
+        update = Updated(
+            step=record.k,
+            finished=finished,
+            new_tokens=self._by_name({n: count for n, count in new_tokens.items() if count}),
+            tables=self._named_tables(),
+        )
+        self._finished, self._loaded_now = [], []
+        self._steps.append(Update(count=1))
+        self._note(update, line)
+
+    def _end(self, record: EndRecord, line: Line) -> None:
+        if record.c:
+            self._gap("a connector keeps blocks of requests that have ended", line)
+            return
+        life = self._life(record.n, line)
+        num_new = record.tokens - life.known
+        if num_new < 0:
+            raise TraceError(line.path, line.number, f"request {record.n} ends with {record.tokens} of {life.known} tokens")
+        life.ended = True
+        life.known = record.tokens
+        life.num_outputs += num_new
+        life.digests += record.prefix
+        if record.delayed:
+            self._gap("a connector keeps blocks of requests that have ended", line)
+        else:
+            self._tables.pop(record.n, None)
+        if record.status == _ABORTED:
+            self._steps.append(Abort(id=life.name))
+            self._note(Acted(step=self._step, action="abort", request=life.name, tables=self._named_tables()), line)
+            return
+        if record.status == _ERROR:
+            self._gap(f"request {life.name} ended with an error", line)
+        life.has_stopped = True
+        self._finished.append((record.n, num_new))
+
+    # -- the workers ---------------------------------------------------------------------------------------------------
+
+    def _received(self, worker: _Worker, step: int, selected: Selections | None) -> Selections | None:
+        """What a rank was told in a step. Nothing at all, though it was told of later ones, is a loss."""
+        line = worker.received.get(step)
+        if line is None:
+            return {} if step < worker.last_step and worker.first_step < step and selected else None
+        return self._named(line.record.selected, line)
+
+    def _received_by(self, worker: _Worker) -> dict[int, Selections | None]:
+        scheduled = (record for record in self._history if isinstance(record, Scheduled))
+        return {record.step: self._received(worker, record.step, record.selected) for record in scheduled}
+
+    def _written(self, worker: _Worker, step: int, contract: Contract | None) -> list[Written] | None:
+        line = worker.loads.get(step)
+        if line is None or line.record.written is None or contract is None:
+            return None
+        return [entry for layer in line.record.written for entry in _judged(layer, contract)]
+
+    # -- names ---------------------------------------------------------------------------------------------------------
+
+    def _by_name(self, values: dict[int, int]) -> dict[str, int]:
+        return {self._lives[n].name: value for n, value in values.items()}
+
+    def _named_tables(self) -> Tables:
+        return {self._lives[n].name: tables for n, tables in self._tables.items()}
+
+    def _named(self, selected: dict[str, Any], line: Line) -> Selections | None:
+        """None for metadata of a form that says nothing of blocks, and where several children have their own."""
+        if "form" in selected or not self._is_alone:
+            return None
+        named: Selections = {}
+        for key, value in selected.items():
+            try:
+                entry = msgspec.convert(value, Selected)
+            except msgspec.ValidationError as error:
+                raise TraceError(line.path, line.number, f"selected.{key}: {error}") from None
+            named[self._name_of(key)] = Selection(entry.groups, entry.tokens)
+        return named
+
+    def _name_of(self, key: str) -> str:
+        """A request by number, as the scheduler has it, or by the ID, as a worker has it."""
+        if key.isdecimal() and int(key) in self._lives:
+            return self._lives[int(key)].name
+        return self._names_by_id.get(key, key)
+
+    # -- the scenario --------------------------------------------------------------------------------------------------
+
+    def _scenario_steps(self) -> tuple[AnyStep, ...]:
+        assert self._hash_block_size is not None
+        lives = [self._lives[n] for n in self._order]
+        tokens = prompts([(life.name, life.add.prompt, life.digests) for life in lives], self._hash_block_size)
+        adds = {}
+        for n in self._order:
+            life = self._lives[n]
+            known = tokens[life.name]
+            adds[n] = Add(
+                id=life.name,
+                prompt=known.prompt,
+                output=known.output,
+                # Who stopped at a stop token ends there again.
+                max_tokens=max(life.num_outputs, 1) if life.has_stopped else life.add.max_tokens,
+                priority=life.add.priority,
+                salt=life.add.salt,
+                lora=life.add.lora,
+                skip_cache=life.add.skip_cache,
+            )
+        return tuple(adds[step] if isinstance(step, int) else step for step in self._steps)
+
+
+class _Worker:
+    """One rank's stream, by step."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.rank = stream.start.rank
+        self.received: dict[int, Line] = {}
+        self.loads: dict[int, Line] = {}
+        self.rows_per_block: dict[str, int] = {}
+        self.looked_at: set[str] = set()
+        for line in stream.lines:
+            record = line.record
+            if isinstance(record, MemoryRecord):
+                self.rows_per_block = {layer[0]: layer[6] for layer in record.layers if layer[6]}
+            elif isinstance(record, ReceivedRecord) and not record.c:
+                self.received[record.k] = line
+            elif isinstance(record, LoadRecord) and not record.c:
+                self.loads[record.k] = line
+                self.looked_at.update(layer.layer for layer in record.written or ())
+        self.first_step = min(self.received, default=0)
+        self.last_step = max(self.received, default=0)
+
+
+def _patched(table: Sequence[int], patches: Sequence[tuple[int, list[int]]], line: Line) -> list[int]:
+    if not patches:
+        return table  # type: ignore[return-value]  # shared with the record before, never changed in place
+    ids = list(table)
+    for position, blocks in patches:
+        if position == -1:
+            ids = list(blocks)
+        elif 0 <= position <= len(ids):
+            ids[position : position + len(blocks)] = blocks
+        else:
+            raise TraceError(line.path, line.number, f"a patch at position {position} of a table of {len(ids)} blocks")
+    return ids
+
+
+def _judged(layer: WrittenLayer, contract: Contract) -> list[Written]:
+    """What was seen of one layer, in the words of law 6. Bytes that are right are right, whether this load wrote them or
+    they were so before; bytes that are wrong and did not change were not written."""
+    value = contract.values[layer.group]
+    equal = set(layer.equal)
+    entries: list[Written] = []
+
+    def enter(blocks: list[int], state: Any, element: str | None) -> None:
+        if blocks:
+            num_bytes = len(blocks) * layer.block_bytes
+            entries.append(Written(layer.group, layer.layer, blocks, state, element, num_bytes))
+
+    for element, blocks in [*layer.values, (None, layer.mixed)]:
+        right = element is None and value.is_random if value.is_random else element == value.element.hex()
+        if right and value.is_random:
+            enter([block for block in blocks if block not in equal], "filled", None)
+            continue
+        if right:
+            enter(list(blocks), "filled", element)
+            continue
+        enter([block for block in blocks if block in equal], "unwritten", element)
+        enter([block for block in blocks if block not in equal], "wrong_value", element)
+    enter(list(layer.outside), "outside", None)
+    return entries
