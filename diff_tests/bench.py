@@ -87,11 +87,11 @@ def measure_campaign(target: Target, rules: Rules) -> list[Measure]:
 
 def _campaign_batch(target: Target, rules: Rules, batch_index: int) -> None:
     """A campaign's work on one batch: generate, run, compare, judge, count."""
-    coverage = Coverage()
+    coverage = Coverage(rules)
     scenarios = (generate(SeededChooser(case_seed(batch_index, i)), rules) for i in range(CASES_PER_BATCH))
     for scenario, history in target.run_many(scenarios):
         judge_run(scenario, history, rules)
-        coverage.add(scenario, history, rules)
+        coverage.add(scenario, history)
 
 
 def _drain(target: Target, scenarios: Sequence[Scenario]) -> None:

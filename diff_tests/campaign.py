@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from diff_tests.corpus import fault_slug
 from diff_tests.coverage import Coverage
+from diff_tests.exhaustive import Scope
 from diff_tests.failures import failure_of, load_failure, save, saved_findings
 from diff_tests.generate import FEATURES, SeededChooser, case_seed, generate
 from diff_tests.reduce import reduce
@@ -26,6 +27,7 @@ from diff_tests.run import Outcome, explain_known, judge_run, run_on, verdict_of
 from diff_tests.vllm_target.target import Target, TargetInfo
 from oracle.findings import Fault, Finding
 from sim.history import History
+from sim.releases import Rules
 from sim.scenario import Scenario, dump, plain
 
 REPEAT_EVERY = 50
@@ -39,7 +41,10 @@ HISTORIES_PER_FAULT = 200
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do. `vllm` and `connector` as the target takes them. Either `cases` or `seconds` bounds it; both may."""
+    """What to do. `vllm` and `connector` as the target takes them. Either `cases` or `seconds` bounds it; both may.
+
+    scope: its cases in its order instead of generated ones; `seed` and `features` then decide nothing.
+    """
 
     seed: int
     folder: Path
@@ -50,6 +55,13 @@ class Plan:
     seconds: float | None = None
     features: tuple[str, ...] = tuple(FEATURES)
     max_reduce_seconds: float = 20.0
+    scope: Scope | None = None
+
+    def case(self, index: int, rules: Rules) -> Scenario:
+        """The index-th case."""
+        if self.scope is not None:
+            return self.scope.case(index)
+        return generate(SeededChooser(case_seed(self.seed, index)), rules, self.features)
 
 
 @dataclass
@@ -75,13 +87,16 @@ class Summary:
 
     plan: Plan
     info: TargetInfo
-    coverage: Coverage = field(default_factory=Coverage)
+    coverage: Coverage = field(init=False)
     num_cases: int = 0
     seconds: float = 0.0
     lost: int = 0
     interrupted: bool = False
     faults: dict[Fault, FaultReport] = field(default_factory=dict)
     known: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.coverage = Coverage(self.info.rules)
 
     @property
     def verdict(self) -> str:
@@ -110,6 +125,9 @@ class Summary:
             "findings": findings,
             "known": dict(self.known),
             "coverage": dict(self.coverage.counts),
+            "kinds": self.coverage.kinds_document(),
+            "refusals": dict(self.coverage.refusals),
+            "scope": None if self.plan.scope is None else {"cases": len(self.plan.scope), "covered": self.num_cases},
             "folder": str(self.plan.folder),
         }
 
@@ -165,7 +183,7 @@ class Campaign:
         while plan.cases is None or case < plan.cases:
             if plan.seconds is not None and time.monotonic() - started >= plan.seconds:
                 return
-            scenario = generate(SeededChooser(case_seed(plan.seed, case)), self.rules, plan.features)
+            scenario = plan.case(case, self.rules)
             self._pending.append((case, False))
             yield scenario
             if case % REPEAT_EVERY == REPEAT_EVERY - 1 and _is_repeatable(scenario):
@@ -185,7 +203,7 @@ class Campaign:
             if _is_repeatable(scenario) and len(self._sample) < SAMPLE_FOR_OTHER_PROCESS:
                 self._sample.append((case, scenario, history))
         self.summary.num_cases += 1
-        self.summary.coverage.add(scenario, history, self.rules)
+        self.summary.coverage.add(scenario, history)
         self._record(case, judge_run(scenario, history, self.rules))
 
     def _compare_repeat(self, case: int, scenario: Scenario, first: History, second: History, where: str) -> None:
@@ -271,9 +289,8 @@ class Campaign:
             self._reduce_fault(report)
 
     def _reduce_fault(self, report: FaultReport) -> None:
-        scenario = generate(SeededChooser(case_seed(self.plan.seed, report.first_case)), self.rules, self.plan.features)
         reduction = reduce(
-            scenario,
+            self.plan.case(report.first_case, self.rules),
             lambda candidate: self._shows(candidate, report.fault),
             max_seconds=self.plan.max_reduce_seconds,
         )

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -21,7 +22,7 @@ from sim.scenario import Scenario, ScenarioError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from diff_tests.campaign import Summary
+    from diff_tests.campaign import Plan, Summary
     from diff_tests.vllm_target.target import Target, TargetInfo
 
 OK, FINDINGS, BAD_INPUT, NO_TARGET, INTERRUPTED = 0, 1, 2, 3, 130
@@ -124,6 +125,19 @@ def _json_option(function: F) -> F:
     )(function)
 
 
+def _kinds(context: click.Context, option: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    """The kinds of groups in a list with commas."""
+    from diff_tests.behaviours import KINDS
+
+    if value is None:
+        return None
+    names = tuple(name.strip() for name in value.split(","))
+    unknown = [name for name in names if name not in KINDS]
+    if unknown:
+        raise InputError(f"--kinds: no kind {unknown[0]!r}; known: {', '.join(KINDS)}")
+    return names
+
+
 # ------------------------------------------------------------------------------------------------------------ commands
 
 
@@ -173,7 +187,10 @@ def run(scenario: Path, vllm: str, connector: str | None, as_release: str | None
     return FINDINGS if outcome.verdict == "different" else OK
 
 
-@cli.command(epilog="kvoracle fuzz --minutes 1\nkvoracle fuzz --vllm 0.29.0 --cases 20000 --seed 1 --out my-run")
+@cli.command(
+    epilog="kvoracle fuzz --minutes 1\nkvoracle fuzz --vllm 0.29.0 --cases 20000 --seed 1 --out my-run\n"
+    "kvoracle fuzz --exhaustive --kinds full,sliding_window"
+)
 @_vllm_option
 @_connector_option
 @_as_option
@@ -190,6 +207,19 @@ def run(scenario: Path, vllm: str, connector: str | None, as_release: str | None
     type=click.Path(path_type=Path),
     help="Run folder. Default: kvoracle-runs/DATE-TIME-fuzz-RELEASE.",
 )
+@click.option("--coverage", is_flag=True, help="Print all that was exercised, by behaviour and by kinds of groups.")
+@click.option(
+    "--exhaustive",
+    is_flag=True,
+    help="Instead of generated cases, all of a small scope: up to three requests around block boundaries in the smallest "
+    "pools, for each kind of group and each pair. --minutes and --cases take a part of it, spread evenly.",
+)
+@click.option(
+    "--kinds",
+    metavar="KIND,...",
+    callback=_kinds,
+    help="With --exhaustive: only these kinds, alone and in pairs.",
+)
 @_json_option
 def fuzz(
     vllm: str,
@@ -199,6 +229,9 @@ def fuzz(
     cases: int | None,
     seed: int | None,
     out: Path | None,
+    coverage: bool,
+    exhaustive: bool,
+    kinds: tuple[str, ...] | None,
     as_json: bool,
 ) -> int:
     """Run generated scenarios through both sides until time is up.
@@ -217,7 +250,9 @@ def fuzz(
         prepare_folder(folder)
     except OSError as error:
         raise InputError(f"--out {folder}: cannot be written: {error.strerror}; name another folder") from None
-    seconds = minutes * 60 if minutes is not None else (60.0 if cases is None else None)
+    if kinds is not None and not exhaustive:
+        raise InputError("--kinds: only with --exhaustive; generated cases mix all kinds")
+    seconds = minutes * 60 if minutes is not None else (60.0 if cases is None and not exhaustive else None)
     plan = Plan(
         seed=seed,
         folder=folder,
@@ -227,18 +262,33 @@ def fuzz(
         cases=cases,
         seconds=seconds,
     )
-    with _Started(vllm, connector, as_release) as (target, info), _Progress(cases, seconds) as progress:
+    with _Started(vllm, connector, as_release) as (target, info):
+        if exhaustive:
+            plan = _exhaustive(plan, info.rules, kinds)
         try:
-            summary = _target_errors(lambda: Campaign(plan, target, info).run(progress))
+            with _Progress(plan.cases, seconds) as progress:
+                summary = _target_errors(lambda: Campaign(plan, target, info).run(progress))
         except StartError as error:
             raise StartError(f"{error.message}; what was found until then is in {folder}") from None
     if as_json:
         _print_json(summary.document())
     else:
-        print_summary(_output(), summary)
+        print_summary(_output(), summary, coverage)
     if summary.faults:
         return FINDINGS
     return INTERRUPTED if summary.interrupted else OK
+
+
+def _exhaustive(plan: Plan, rules: Rules, kinds: tuple[str, ...] | None) -> Plan:
+    """The plan with the scope of a release, whose size is said beforehand."""
+    from diff_tests.behaviours import KINDS
+    from diff_tests.exhaustive import Scope
+
+    scope = Scope(rules, kinds or KINDS)
+    if not len(scope):
+        raise InputError(f"--kinds: vLLM {rules.release} does not accept {', '.join(kinds or ())}; choose other kinds")
+    click.echo(f"scope: {len(scope):,} cases over {len(scope.kind_sets)} kinds and pairs of kinds", err=True)
+    return replace(plan, scope=scope, cases=min(plan.cases or len(scope), len(scope)))
 
 
 @cli.command(name="reduce", epilog="kvoracle reduce big.yaml --vllm 0.29.0 -o small.yaml")

@@ -1,213 +1,207 @@
-"""What a campaign exercised: behaviours counted from scenarios and observed histories.
+"""What a campaign exercised: behaviours counted from scenarios and histories, alone and by kinds of groups.
 
-A behaviour that stays at zero is a part of vLLM that the campaign has not tested; the table at the end says so.
+What stays at zero is a part of vLLM that the campaign has not tested. Counting reads nothing but scenario and history, and
+a campaign holds every observed history against the predicted one, so a predicted history counts as much as an observed one
+wherever the two do not part (the behaviours that only a worker can show aside).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
 
-from sim.geometry import effective_block_size
-from sim.history import Acted, CachedKey, Failure, History, Refusal, Scheduled, Tables, Updated
+from diff_tests.behaviours import KINDS, TABLE, Behaviour, Moment, is_refused_for_now, kind_exists
+from diff_tests.walk import Walk, kind_of
+from sim.geometry import is_prefix_cacheable
+from sim.history import Acted, Failure, History, Refusal, Scheduled, Updated
+from sim.refusals import refusal
 from sim.releases import Rules
-from sim.scenario import Add, AnyGroup, Direct, Scenario
-
-KINDS = ("full", "mla", "sliding_window", "circular", "mamba")
-
-BEHAVIOURS: tuple[str, ...] = (
-    "cases of the scheduler driver",
-    "cases of the direct driver",
-    "cases with a connector",
-    *(f"group: {kind}" for kind in KINDS),
-    "several groups",
-    "mixed block sizes",
-    "decode context parallelism",
-    "several layers",
-    "fp8",
-    "mixed element types",
-    "kernel blocks smaller than blocks",
-    "prefix caching off",
-    "retention: dense",
-    "retention: interval",
-    "steps",
-    "admissions",
-    *(f"local hit: {kind}" for kind in ("full", "mla", "sliding_window")),
-    "local hit: part of the full blocks",
-    "external tokens",
-    "external tokens after a local hit",
-    "evictions",
-    "preemptions",
-    "resumptions",
-    "resumptions with a local hit",
-    "nulls in a table",
-    "prefill in chunks",
-    "admissions refused for now",
-    "blocks zeroed",
-    "aborts: running",
-    "aborts: waiting",
-    "aborts: already ended",
-    "resets: done",
-    "resets: refused",
-    "request IDs used again",
-    "direct: local tokens end inside a block",
-    "direct: nulls in a table",
-    "fills judged",
-    "runs that stalled",
-    "refusals",
-    "exceptions",
+from sim.scenario import (
+    MLA,
+    RSWA,
+    AnyGroup,
+    ChunkedLocal,
+    Circular,
+    Engine,
+    Full,
+    Mamba,
+    Scenario,
+    SlidingWindow,
+    SlidingWindowMLA,
 )
+
+KindSet = tuple[str, ...]
+"""One kind, or two in the order of KINDS."""
+
+
+@dataclass
+class KindCount:
+    """What the cases of one set of kinds showed. hits: admissions with local tokens; refused: steps in which somebody
+    waited for blocks."""
+
+    cases: int = 0
+    hits: int = 0
+    refused: int = 0
+    preemptions: int = 0
 
 
 class Coverage:
-    """Counts behaviours over many cases. `counts` has an entry for each of BEHAVIOURS."""
+    """Counts over many cases of one release. counts: by behaviour, those that the release does not have left out; kinds:
+    by the kinds of a case's groups; refusals: refused configurations by reason."""
 
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter(dict.fromkeys(BEHAVIOURS, 0))
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.behaviours = [behaviour for behaviour in TABLE.values() if behaviour.exists(rules)]
+        self.counts: Counter[str] = Counter({behaviour.name: 0 for behaviour in self.behaviours})
+        self.kinds: dict[KindSet, KindCount] = defaultdict(KindCount)
+        self.refusals: Counter[str] = Counter()
+        self._by_condition = _by_condition(self.behaviours)
 
-    def add(self, scenario: Scenario, history: History, rules: Rules) -> None:
+    def add(self, scenario: Scenario, history: History) -> None:
         """Counts what one case showed."""
         if isinstance(history[0], Refusal):
-            self.counts["refusals"] += 1
+            foreseen = refusal(scenario, self.rules)
+            self.refusals[foreseen.message if foreseen is not None else "not foreseen"] += 1
             return
-        self.counts.update(_settings(scenario))
+        detectors = self._detectors(scenario)
+        self._count(detectors["scenario"], scenario)
         if scenario.driver == "direct":
-            self._count_direct(scenario)
-        _HistoryCounter(self.counts, scenario, rules).count(history)
+            self.counts["fills judged"] += sum(len(r.written or ()) for r in history if isinstance(r, Scheduled))
+            return
+        self._walk(Walk(scenario, self.rules), history, detectors)
+
+    def merge(self, other: Coverage) -> None:
+        """Adds what was counted elsewhere for the same release."""
+        self.counts.update(other.counts)
+        self.refusals.update(other.refusals)
+        for kinds, count in other.kinds.items():
+            for name, number in asdict(count).items():
+                setattr(self.kinds[kinds], name, getattr(self.kinds[kinds], name) + number)
 
     @property
     def at_zero(self) -> list[str]:
-        """What was never seen."""
-        return [name for name in BEHAVIOURS if not self.counts[name]]
+        """What was promised and never seen."""
+        return [behaviour.name for behaviour in self.behaviours if behaviour.promised and not self.counts[behaviour.name]]
 
-    def _count_direct(self, scenario: Scenario) -> None:
-        for step in scenario.steps:
-            if isinstance(step, Direct):
-                sizes = [group.block for group in scenario.groups]
-                self.counts["direct: local tokens end inside a block"] += any(step.local % size for size in sizes)
-                self.counts["direct: nulls in a table"] += any(0 in table for table in step.tables)
+    @property
+    def kinds_at_zero(self) -> list[str]:
+        """What some kind alone, or some pair, was to show and never did: `rswa + circular: preemptions`."""
+        missing = []
+        for kinds in accepted_kind_sets(self.rules):
+            count = self.kinds[kinds]
+            columns = [name for name in ("cases", "refused", "preemptions") if not getattr(count, name)]
+            if can_hit(kinds) and not count.hits:
+                columns.append("hits")
+            missing += [f"{' + '.join(kinds)}: {column}" for column in columns]
+        return missing
 
+    def kinds_document(self) -> list[dict[str, object]]:
+        """The counts of every kind alone and every pair that the release accepts, as plain data."""
+        return [{"kinds": kinds, **asdict(self.kinds[kinds])} for kinds in accepted_kind_sets(self.rules)]
 
-def _settings(scenario: Scenario) -> Iterable[str]:
-    """What the scenario alone says."""
-    engine, groups = scenario.engine, scenario.groups
-    yield f"cases of the {scenario.driver} driver"
-    for kind in {group.kind for group in groups}:
-        yield f"group: {kind}"
-    settings = (
-        ("cases with a connector", scenario.connector is not None),
-        ("several groups", len(groups) > 1),
-        ("mixed block sizes", len({group.block for group in groups}) > 1),
-        ("decode context parallelism", engine.dcp > 1),
-        ("several layers", any(group.layers > 1 for group in groups)),
-        ("fp8", any(group.dtype.startswith("fp8") for group in groups)),
-        ("mixed element types", len({group.dtype for group in groups}) > 1),
-        ("kernel blocks smaller than blocks", any(group.kernel_block not in (None, group.block) for group in groups)),
-        ("prefix caching off", not engine.prefix_caching),
-        ("retention: dense", engine.retention_interval is None),
-        ("retention: interval", bool(engine.retention_interval)),
-    )
-    yield from (name for name, holds in settings if holds)
-    ids = [step.id for step in scenario.steps if isinstance(step, Add)]
-    if len(set(ids)) < len(ids):
-        yield "request IDs used again"
+    # -- counting ------------------------------------------------------------------------------------------------------
 
+    def _detectors(self, scenario: Scenario) -> dict[Moment, list[Behaviour]]:
+        chosen: dict[Moment, list[Behaviour]] = defaultdict(list)
+        for possible, by_moment in self._by_condition:
+            if possible is None or possible(scenario):
+                for moment, behaviours in by_moment.items():
+                    chosen[moment] += behaviours
+        return chosen
 
-class _HistoryCounter:
-    """Walks one history."""
-
-    def __init__(self, counts: Counter[str], scenario: Scenario, rules: Rules) -> None:
-        self.counts = counts
-        self.groups: list[tuple[AnyGroup, int]] = [
-            (group, effective_block_size(group, scenario.engine.dcp, rules)) for group in scenario.groups
-        ]
-        self.num_prompt_tokens = {step.id: step.num_prompt_tokens for step in scenario.steps if isinstance(step, Add)}
-        self.tables: Tables = {}
-        self.keys: list[CachedKey] = []
-        self.partial: dict[str, int] = {}
-        self.waiting: set[str] = set()
-
-    def count(self, history: History) -> None:
-        for record in history:
+    def _walk(self, walk: Walk, history: History, detectors: dict[Moment, list[Behaviour]]) -> None:
+        groups = walk.scenario.groups
+        count = self.kinds[kind_set(groups)]
+        count.cases += 1
+        before = self.counts.copy() if detectors["end"] else None
+        for record in walk.follow(history):
             if isinstance(record, Scheduled):
-                self._count_scheduled(record)
+                self._count(detectors["schedule"], walk, record)
+                for life in walk.admissions:
+                    self._count(detectors["admission"], walk, life, record)
+                    count.hits += life.local > 0
+                count.preemptions += len(record.preempted)
+                count.refused += is_refused_for_now(walk, record)
             elif isinstance(record, Updated):
-                self._count_updated(record)
+                self._count(detectors["update"], walk, record)
             elif isinstance(record, Acted):
-                self._count_acted(record)
+                self._count(detectors["action"], walk, record)
             elif isinstance(record, Failure):
-                self.counts["exceptions"] += 1
+                self._count(detectors["failure"], walk, record)
+        if before is not None:
+            walk.seen = {name for name, number in self.counts.items() if number > before[name]}
+            self._count(detectors["end"], walk)
 
-    def _count_scheduled(self, record: Scheduled) -> None:
-        counts = self.counts
-        if record.tables is not None:
-            self.tables = record.tables
-            counts["nulls in a table"] += any(0 in table for tables in record.tables.values() for table in tables)
-        counts["steps"] += 1
-        counts["admissions"] += len(record.admitted)
-        counts["resumptions"] += len(record.resumed)
-        counts["preemptions"] += len(record.preempted)
-        counts["blocks zeroed"] += len(record.zeroed)
-        self._count_waiting(record)
-        counts["fills judged"] += len(record.written or ())
-        for request_id, num_local in record.hits.items():
-            if num_local:
-                self._count_hit(record, request_id, num_local)
-        for request_id, num_external in record.external.items():
-            if num_external:
-                counts["external tokens"] += 1
-                counts["external tokens after a local hit"] += bool(record.hits.get(request_id))
-        self._count_evictions(record.keys)
-        self.partial = record.scheduled
+    def _count(self, behaviours: Sequence[Behaviour], *what: object) -> None:
+        for behaviour in behaviours:
+            number = behaviour.detect(*what)
+            if number:
+                self.counts[behaviour.name] += number
 
-    def _count_waiting(self, record: Scheduled) -> None:
-        """Steps in which somebody known to wait was not let in: preempted before, or asked about and then refused."""
-        admitted = {*record.admitted, *record.resumed}
-        refused = {request_id for request_id, _, _ in record.asked or () if request_id not in admitted}
-        self.counts["admissions refused for now"] += bool(refused or self.waiting - admitted)
-        self.waiting = (self.waiting - admitted) | set(record.preempted)
 
-    def _count_hit(self, record: Scheduled, request_id: str, num_local: int) -> None:
-        self.counts["resumptions with a local hit"] += request_id in record.resumed
-        num_prompt_tokens = self.num_prompt_tokens.get(request_id, 0)
-        largest = max(size for _, size in self.groups)
-        self.counts["local hit: part of the full blocks"] += num_local + largest < num_prompt_tokens
-        tables = self.tables.get(request_id)
-        if tables is None:
-            return
-        for (group, size), table in zip(self.groups, tables, strict=True):
-            behaviour = f"local hit: {group.kind}"
-            if behaviour in self.counts and any(table[: num_local // size]):  # floor: whole blocks of the hit
-                self.counts[behaviour] += 1
+def _by_condition(
+    behaviours: Sequence[Behaviour],
+) -> list[tuple[Callable[[Scenario], bool] | None, dict[Moment, list[Behaviour]]]]:
+    """Behaviours by the condition on scenarios that they share, then by moment: each condition is asked once a case."""
+    grouped: dict[Callable[[Scenario], bool] | None, dict[Moment, list[Behaviour]]] = {}
+    for behaviour in behaviours:
+        grouped.setdefault(behaviour.possible, {}).setdefault(behaviour.moment, []).append(behaviour)
+    return list(grouped.items())
 
-    def _count_evictions(self, keys: list[CachedKey] | None) -> None:
-        """A key that is gone after scheduling: its free block was taken for something else."""
-        if keys is None:
-            return
-        if self.keys:
-            now = {key[:3] for key in keys}
-            self.counts["evictions"] += sum(key[:3] not in now for key in self.keys)
-        self.keys = keys
 
-    def _count_updated(self, record: Updated) -> None:
-        self.counts["prefill in chunks"] += sum(name not in record.new_tokens for name in self.partial)
-        if record.tables is not None:
-            self.tables = record.tables
-        if record.keys is not None:
-            self.keys = record.keys
+# ----------------------------------------------------------------------------------------------------------------- kinds
 
-    def _count_acted(self, record: Acted) -> None:
-        counts = self.counts
-        if record.action == "abort":
-            self.waiting.discard(record.request or "")
-            gone = record.result == "gone"
-            where = "already ended" if gone else "running" if record.request in self.tables else "waiting"
-            counts[f"aborts: {where}"] += 1
-        elif record.action == "reset_prefix_cache":
-            counts[f"resets: {record.result}"] += 1
-        elif record.action == "run" and record.result == "stalled":
-            counts["runs that stalled"] += 1
-        if record.tables is not None:
-            self.tables = record.tables
-        if record.keys is not None:
-            self.keys = record.keys
+
+def kind_set(groups: Sequence[AnyGroup]) -> KindSet:
+    """The kinds of some groups, each once."""
+    kinds = {kind_of(group) for group in groups}
+    return tuple(kind for kind in KINDS if kind in kinds)
+
+
+def kind_sets(rules: Rules) -> list[KindSet]:
+    """Every kind alone and every pair of kinds that a release knows."""
+    kinds = [kind for kind in KINDS if kind_exists(kind)(rules)]
+    return [*((kind,) for kind in kinds), *combinations(kinds, 2)]
+
+
+def sample_groups(kinds: KindSet, block: int = 4) -> tuple[AnyGroup, ...]:
+    """One small group of each kind."""
+    return tuple(_SAMPLES[kind](block) for kind in kinds)
+
+
+_SAMPLES: dict[str, Callable[[int], AnyGroup]] = {
+    "full": lambda block: Full(block=block),
+    "mla": lambda block: MLA(block=block),
+    "rswa": lambda block: RSWA(block=block, window=block),
+    "sliding_window": lambda block: SlidingWindow(block=block, window=block + 1),
+    "sliding_window_mla": lambda block: SlidingWindowMLA(block=block, window=block + 1),
+    "sliding_window_mla replayed": lambda block: SlidingWindowMLA(block=block, window=block + 1, bounded_replay=True),
+    "chunked_local": lambda block: ChunkedLocal(block=block, chunk=2 * block),
+    "mamba none": lambda block: Mamba(block=block, mode="none"),
+    "mamba align": lambda block: Mamba(block=block, mode="align"),
+    "mamba all": lambda block: Mamba(block=block, mode="all"),
+    "circular": lambda block: Circular(block=block),
+}
+
+
+def can_cache(kinds: KindSet) -> bool:
+    """Whether prefix caching can be on: a state that is kept nowhere rules it out."""
+    return "mamba none" not in kinds
+
+
+def can_hit(kinds: KindSet) -> bool:
+    """Whether a local hit is possible."""
+    return can_cache(kinds) and any(is_prefix_cacheable(group) for group in sample_groups(kinds))
+
+
+def refusal_of_kinds(kinds: KindSet, rules: Rules) -> Refusal | None:
+    """What a release answers to groups of these kinds in their plainest setting."""
+    engine = Engine(blocks=100, prefix_caching=can_cache(kinds), max_model_len=64)
+    return refusal(Scenario(engine=engine, groups=sample_groups(kinds), steps=()), rules)
+
+
+def accepted_kind_sets(rules: Rules) -> list[KindSet]:
+    """The kinds alone and in pairs that a release accepts."""
+    return [kinds for kinds in kind_sets(rules) if refusal_of_kinds(kinds, rules) is None]

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from diff_tests.coverage import BEHAVIOURS
+from diff_tests.coverage import Coverage, accepted_kind_sets, can_hit, kind_sets, refusal_of_kinds
 
 if TYPE_CHECKING:
     from diff_tests.campaign import Summary
@@ -92,8 +92,11 @@ def _say(console: Console, line: str) -> None:
     console.print(Text(line), soft_wrap=True)
 
 
-def print_summary(console: Console, summary: Summary) -> None:
-    """A campaign: faults with the command that repeats each, known issues, coverage, and last the verdict."""
+def print_summary(console: Console, summary: Summary, with_coverage: bool = False) -> None:
+    """A campaign: faults with the command that repeats each, known issues, coverage, and last the verdict.
+
+    with_coverage: with the tables of what was exercised.
+    """
     for number, report in enumerate(summary.faults.values(), start=1):
         cases = f"{report.num_cases} case{'' if report.num_cases == 1 else 's'}"
         _say(console, f"{number}. {headline(report.first)}  [{cases}]")
@@ -101,7 +104,13 @@ def print_summary(console: Console, summary: Summary) -> None:
         _say(console, f"   {report.command}")
     for issue_id, count in sorted(summary.known.items()):
         _say(console, f"known issue {issue_id}: {count} finding{'' if count == 1 else 's'}")
-    _print_coverage(console, summary)
+    if with_coverage:
+        print_coverage(console, summary.coverage)
+    if summary.plan.scope is None:
+        _print_zero(console, summary.coverage)
+    else:
+        size = len(summary.plan.scope)
+        _say(console, f"scope: {summary.num_cases:,} of {size:,} cases ({100 * summary.num_cases / size:.1f} %)")
     if summary.lost:
         _say(console, f"{summary.lost} cases were lost to a child that died once; run again, they passed")
     if summary.interrupted:
@@ -115,17 +124,50 @@ def print_summary(console: Console, summary: Summary) -> None:
     )
 
 
-def _print_coverage(console: Console, summary: Summary) -> None:
-    counts = summary.coverage.counts
-    seen = [(name, counts[name]) for name in BEHAVIOURS if counts[name]]
-    table = Table(title="what was exercised", show_header=False, box=None, padding=(0, 2, 0, 0))
-    half = (len(seen) + 1) // 2  # rounds up: the left column is the longer one
-    for row in range(half):
-        cells = [*seen[row], *(seen[half + row] if half + row < len(seen) else ("", ""))]
-        table.add_row(*(f"{cell:,}" if isinstance(cell, int) else cell for cell in cells))
+def _print_zero(console: Console, coverage: Coverage) -> None:
+    """How much was exercised, and what was not."""
+    zero, kinds = coverage.at_zero, coverage.kinds_at_zero
+    num_promised = sum(behaviour.promised for behaviour in coverage.behaviours)
+    _say(console, f"exercised: {num_promised - len(zero)} of {num_promised} behaviours; --coverage lists them")
+    if zero:
+        _say(console, f"stayed at zero: {', '.join(zero[:MOST_SHOWN])}{_and_more(zero)}")
+    if kinds:
+        _say(console, f"stayed at zero for kinds of groups: {', '.join(kinds[:MOST_SHOWN])}{_and_more(kinds)}")
+
+
+def _and_more(items: Sequence[str]) -> str:
+    return f" and {len(items) - MOST_SHOWN} more" if len(items) > MOST_SHOWN else ""
+
+
+def print_coverage(console: Console, coverage: Coverage) -> None:
+    """Every behaviour with its count, every kind and pair of kinds, and what was refused."""
+    for section in dict.fromkeys(behaviour.section for behaviour in coverage.behaviours):
+        table = Table(title=section, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+        for behaviour in coverage.behaviours:
+            if behaviour.section == section:
+                table.add_row(f"{coverage.counts[behaviour.name]:,}", behaviour.name)
+        console.print(table)
+    _print_kinds(console, coverage)
+    for reason, number in sorted(coverage.refusals.items()):
+        _say(console, f"refused, {number:,} cases: {reason}")
+
+
+def _print_kinds(console: Console, coverage: Coverage) -> None:
+    table = Table(title="kinds of groups, alone and in pairs", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for title in ("cases", "hits", "refused for now", "preemptions"):
+        table.add_column(title, justify="right")
+    table.add_column(no_wrap=True)
+    accepted = set(accepted_kind_sets(coverage.rules))
+    for kinds in kind_sets(coverage.rules):
+        name = " + ".join(kinds)
+        if kinds not in accepted:
+            refused = refusal_of_kinds(kinds, coverage.rules)
+            table.add_row("", "", "", "", f"{name}: {refused.type}, {refused.message}" if refused else name)
+            continue
+        count = coverage.kinds[kinds]
+        hits = f"{count.hits:,}" if can_hit(kinds) else "-"
+        table.add_row(f"{count.cases:,}", hits, f"{count.refused:,}", f"{count.preemptions:,}", name)
     console.print(table)
-    zero = summary.coverage.at_zero
-    _say(console, f"stayed at zero: {', '.join(zero) if zero else 'nothing'}")
 
 
 def replay_document(replayed: Sequence[Replayed], not_run: Sequence[str]) -> dict[str, Any]:
