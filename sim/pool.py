@@ -45,7 +45,7 @@ class BlockPool:
         self._later: dict[int, list[int]] = {}  # by key: the blocks linked after it, in order
         self._primary: dict[int, int] = {}  # by block: the first key it was given
         self._secondary: dict[int, list[int]] = {}  # by block: the keys it was given later
-        self._lengths: dict[int, int] = {}  # by block whose primary key ends inside it or at a state: tokens in the prefix
+        self._lengths: dict[int, int] = {}  # by block: tokens in the prefix of its primary key, where they were given
         self.events: list[tuple[str, int]] | None = None  # (stored | removed | cleared, key), where they are recorded
 
     # -- queue ---------------------------------------------------------------------------------------------------------
@@ -161,12 +161,12 @@ class BlockPool:
         return self._primary.get(block_id)
 
     def key_length(self, block_id: int) -> int | None:
-        """Tokens in the prefix that the block's primary key stands for; None without one, or if it fills the block."""
+        """Tokens in the prefix that the block's primary key stands for; None without one, or where they were not given."""
         return self._lengths.get(block_id)
 
     def link(self, key: int, block_id: int, num_tokens: int | None) -> None:
-        """Links the block to the key of a prefix of `num_tokens` tokens (None: that ends with the block): as its primary
-        key if it has none, else as a secondary one. Nothing happens if it is linked already."""
+        """Links the block to the key of a prefix of `num_tokens` tokens (None: nobody will ask): as its primary key if it
+        has none, else as a secondary one. Nothing happens if it is linked already."""
         if not self._append_holder(key, block_id):
             return
         self.version += 1
@@ -205,15 +205,15 @@ class BlockPool:
         if not later:
             del self._later[key]
 
-    def link_full(self, key: int, block_id: int) -> None:
+    def link_full(self, key: int, block_id: int, num_tokens: int | None) -> None:
         """Links a block that is full now; keys of shorter prefixes, which it had while it filled, go."""
         primary = self._primary.get(block_id)
         if primary is not None and primary != key:
             self.drop_keys(block_id)
-        self.link(key, block_id, None)
+        self.link(key, block_id, num_tokens)
 
     def link_run(self, keys: Sequence[int], block_ids: Sequence[int]) -> None:
-        """`link_full` for each key and block, in order. New keys on blocks without any, which is what
+        """`link_full` for each key and block, in order, nobody asking for lengths. New keys on blocks without any, which is what
         a prefill brings, go in together."""
         if self.events is None and self._first.keys().isdisjoint(keys) and self._primary.keys().isdisjoint(block_ids):
             self.version += len(keys)
@@ -221,7 +221,7 @@ class BlockPool:
             self._primary.update(zip(block_ids, keys, strict=True))
         else:
             for key, block_id in zip(keys, block_ids, strict=True):
-                self.link_full(key, block_id)
+                self.link_full(key, block_id, None)
 
     def link_partial(self, key: int, block_id: int, num_tokens: int) -> None:
         """Links a block to a prefix that ends inside it; keys of shorter prefixes go."""

@@ -76,6 +76,7 @@ class GroupManager:
     prefix_cacheable = True
     full_like = False
     finds_partial_hits = False  # hits may end inside a block
+    asks_key_lengths = False  # of keys that end with a block, too
     zeroable = True  # attention pages are zeroed before use where the configuration asks for it
     admission_cap: int | None = None
 
@@ -217,12 +218,13 @@ class GroupManager:
         mask = self.cache_mask(request, num_done, num_full)
         block_ids = table[num_done:num_full]
         keys = self.block_keys(request, num_done, num_full)
-        if mask is None and NULL not in block_ids:
+        if mask is None and NULL not in block_ids and not self.asks_key_lengths:
             self.pool.link_run(keys, block_ids)
         else:
             for i, block_id in enumerate(block_ids):
                 if block_id != NULL and (mask is None or mask[i]):
-                    self.pool.link_full(keys[i], block_id)
+                    num_prefix_tokens = (num_done + i + 1) * self.block_size if self.asks_key_lengths else None
+                    self.pool.link_full(keys[i], block_id, num_prefix_tokens)
         request.tracked[self.index] = num_full
 
     def resume_boundaries(self, request: Request) -> list[int]:

@@ -94,6 +94,7 @@ class MambaAlignManager(MambaManager):
     another block that starts as a copy. A *checkpoint* is such a state written by the kernel inside a prefill step.
     """
 
+    asks_key_lengths = True
     finds_partial_hits = True
 
     def __init__(self, group: Mamba, index: int, block_size: int, setting: Setting) -> None:
