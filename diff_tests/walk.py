@@ -318,7 +318,8 @@ def is_alike(one: Add, other: Add) -> bool:
 
 def _spans(add: Add) -> tuple[Span, ...]:
     """Prompt and output."""
-    return (*add.prompt, Span(f"{add.id}.out", 0, add.max_tokens))
+    num_given = sum(span.count for span in add.output)
+    return (*add.prompt, *add.output, Span(f"{add.id}.out", num_given, add.max_tokens))
 
 
 def _common_prefix(one: tuple[Span, ...], other: tuple[Span, ...]) -> int:

@@ -81,17 +81,20 @@ class BlockPool:
         return taken
 
     def _evict(self, count: int) -> list[int]:
-        """Removes `count` blocks from the head of the keyed ones, and their keys."""
-        self.num_evicted += count
+        """Removes `count` blocks from the head of the keyed ones, and their keys, which a reset may have taken before."""
+        primary = self._primary
         pop = self._keyed.popitem
         evicted = [pop(False)[0] for _ in range(count)]
+        num_with_keys = len(primary)
         if self._secondary or self._later or self._lengths or self.events is not None:
             for block_id in evicted:
                 self.drop_keys(block_id)
         else:
-            first, primary = self._first, self._primary
+            first = self._first
             for block_id in evicted:
-                del first[primary.pop(block_id)]
+                if block_id in primary:
+                    del first[primary.pop(block_id)]
+        self.num_evicted += num_with_keys - len(primary)
         return evicted
 
     def release(self, block_ids: Iterable[int]) -> None:

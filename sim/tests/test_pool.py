@@ -84,6 +84,8 @@ def test_reset_needs_all_blocks_free_and_keeps_the_order():
     assert pool.reset()
     assert pool.lookup_all([5]) is None
     assert pool.free_order() == order == [2, 3, 1]
+    assert pool.take(3) == [2, 3, 1]
+    assert pool.num_evicted == 0, "the key of block 1 was gone"
 
 
 @given(st.data())
