@@ -302,8 +302,9 @@ class Campaign:
         report.reduced_path.write_text(dump(small), encoding="utf-8")
         report.command = self.repeat_command(report.reduced_path)
         failure = load_failure(report.failure_path)
-        failure.reduced = plain(small)
+        failure.reduced = plain(replace(outcome.scenario, about=small.about))
         failure.reduced_findings = saved_findings(outcome)
+        failure.reduced_observed = outcome.observed
         save(failure, report.failure_path)
 
     def _shows(self, scenario: Scenario, fault: Fault) -> bool:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from diff_tests.campaign import Plan, Summary
+    from diff_tests.explain.source import Case
     from diff_tests.vllm_target.target import Target, TargetInfo
 
 OK, FINDINGS, BAD_INPUT, NO_TARGET, INTERRUPTED = 0, 1, 2, 3, 130
@@ -289,6 +290,113 @@ def _exhaustive(plan: Plan, rules: Rules, kinds: tuple[str, ...] | None) -> Plan
         raise InputError(f"--kinds: vLLM {rules.release} does not accept {', '.join(kinds or ())}; choose other kinds")
     click.echo(f"scope: {len(scope):,} cases over {len(scope.kind_sets)} kinds and pairs of kinds", err=True)
     return replace(plan, scope=scope, cases=min(plan.cases or len(scope), len(scope)))
+
+
+@cli.command(
+    epilog="kvoracle explain case.yaml\nkvoracle explain kvoracle-runs/my-run --html story.html\n"
+    "kvoracle explain case.yaml --actual 'B:0=[1, 2, 104]'\nkvoracle explain case.yaml --model-only --request B"
+)
+@click.argument("path", metavar="SCENARIO|FAILURE", type=click.Path(path_type=Path))
+@click.option(
+    "--vllm",
+    metavar="TARGET",
+    help="As for `run`. Default: the installed vLLM; for a failure, what was saved of it, else the vLLM it failed on.",
+)
+@_connector_option
+@_as_option
+@click.option("--model-only", is_flag=True, help="Explain what the model predicts; run no vLLM.")
+@click.option(
+    "--history",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Explain this recorded history (JSON lines) of SCENARIO instead of running it.",
+)
+@click.option("--request", metavar="ID", help="Look at this request instead of the one that the finding names.")
+@click.option("--step", metavar="N", type=click.IntRange(min=1), help="Look at this engine step.")
+@click.option(
+    "--actual",
+    metavar="REQ:GROUP=[IDS]",
+    multiple=True,
+    help="Block IDs pasted from a log, for a request and a group: each is right, shifted, the null block, or whose it is.",
+)
+@click.option(
+    "--html",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Also write one page with the pool over time; no network.",
+)
+@_json_option
+def explain(
+    path: Path,
+    vllm: str | None,
+    connector: str | None,
+    as_release: str | None,
+    model_only: bool,
+    history: Path | None,
+    request: str | None,
+    step: int | None,
+    actual: tuple[str, ...],
+    html: Path | None,
+    as_json: bool,
+) -> int:
+    """Say what went wrong, and why, in one screen.
+
+    The headline names request, group, position and block. Then, position by position, each block of the table: what it
+    holds, where it came from (fresh, evicted from whom, shared with whom, a copy, null), and whether it was expected,
+    selected, received and written; the steps around it; why the lookup in the prefix cache ended where it did; and the
+    law or rule that decides. Exit code 1 on new findings, or if a pasted list is not the right one.
+    """
+    from diff_tests.explain.actual import check_pasted, parse_pasted
+    from diff_tests.explain.document import document
+    from diff_tests.explain.explanation import explain as explain_outcome
+    from diff_tests.explain.text import print_checked, print_explanation
+
+    case = _case_to_explain(path, vllm, connector, as_release, model_only, history)
+    try:
+        explanation = explain_outcome(case.outcome, case.rules, case.title, request, step)
+        checked = [check_pasted(explanation.story, parse_pasted(text), step) for text in actual]
+    except ValueError as error:
+        raise InputError(f"{path}: {error}") from None
+    if html is not None:
+        from diff_tests.explain.page import render
+
+        _write(html, render(explanation, checked))
+    if as_json:
+        _print_json(document(explanation, checked))
+    else:
+        for one in checked:
+            print_checked(_output(), one)
+        if not checked:
+            print_explanation(_output(), explanation)
+    if checked:
+        return OK if all(one.is_right for one in checked) else FINDINGS
+    return FINDINGS if case.outcome.verdict == "different" else OK
+
+
+def _case_to_explain(
+    path: Path, vllm: str | None, connector: str | None, as_release: str | None, model_only: bool, history: Path | None
+) -> Case:
+    """What the options of `explain` ask for: a prediction, a recorded history, a saved one, or a run."""
+    from diff_tests.explain.source import failure_in, history_case, predicted_case, recorded_case, saved_case
+    from diff_tests.failures import load_failure
+    from diff_tests.loading import is_failure
+
+    path = _reading(path, failure_in)
+    value = _load(path)
+    if model_only:
+        return _use(path, lambda: predicted_case(value, _rules(as_release)))  # type: ignore[no-any-return]
+    if history is not None:
+        _rules(as_release)
+        return _reading(history, lambda file: history_case(value, file, as_release))  # type: ignore[no-any-return]
+    if is_failure(path):
+        failure = load_failure(path)
+        case = saved_case(failure, path) if (vllm, connector, as_release) == (None, None, None) else None
+        if case is not None:
+            return case
+        vllm, connector = vllm or failure.vllm, connector or failure.connector
+    with _Started(vllm or "current", connector, as_release) as (target, info):
+        observed = _use(path, lambda: target.run(value))
+        return recorded_case(target.effective(value), observed, info.rules, f"vLLM {info.version}")
 
 
 @cli.command(name="reduce", epilog="kvoracle reduce big.yaml --vllm 0.29.0 -o small.yaml")

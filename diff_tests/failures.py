@@ -29,7 +29,8 @@ class SavedFailure(Struct, kw_only=True, omit_defaults=True):
 
     vllm, connector: as they were asked for; release: whose rules judged. seed and case repeat the generator's choices.
     scenario, reduced: as plain data; reduced is the smallest scenario with the fault that the campaign first saw here,
-    reduced_findings what it shows. Histories are left out of all but the first failures of a fault.
+    reduced_findings what it shows, reduced_observed its history. Histories are left out of all but the first failures of
+    a fault.
     """
 
     kvoracle_failure: int
@@ -42,6 +43,7 @@ class SavedFailure(Struct, kw_only=True, omit_defaults=True):
     scenario: dict[str, Any]
     reduced: dict[str, Any] | None = None
     reduced_findings: list[SavedFinding] = []
+    reduced_observed: list[Record] | None = None
     predicted: list[Record] | None = None
     observed: list[Record] | None = None
 

@@ -708,15 +708,17 @@ class Replay:
         )
         if content is None:
             return f"holds nothing that was written{held}"
+        return f"holds {self.what(content)}" + ("" if names == [content.stay.request] else held)
+
+    def what(self, content: Content) -> str:
+        """What a content is, and whose: "tokens [0, 16) of request A"."""
         stay, group = content.stay, self.groups[content.group]
         if group.holds_states:
-            what = f"the state after {content.until} tokens" if content.until else "no state yet"
-            return f"holds {what} of request {stay.request}" + ("" if names == [stay.request] else held)
+            state = f"the state after {content.until} tokens" if content.until else "no state yet"
+            return f"{state} of request {stay.request}"
         if not group.holds_tokens:
-            return f"holds the ring of request {stay.request}" + ("" if names == [stay.request] else held)
+            return f"the ring of request {stay.request}"
         start = content.position * group.block_size
         end = min(start + group.block_size, max(content.num_tokens, start))
-        what = token_range(start, end) if end > start else f"no token yet from {start} on"
-        if names == [stay.request]:
-            held = ""
-        return f"holds {what} of request {stay.request}{held}"
+        tokens = token_range(start, end) if end > start else f"no token yet from {start} on"
+        return f"{tokens} of request {stay.request}"

@@ -49,8 +49,8 @@ class Coordinator:
         self.managers = list(managers)
         self.setting = setting
         self.partial_hits = setting.hit_alignment < setting.scheduler_block_size
-        self._sets = _lookup_sets(self.managers, dropping)
-        for lookup_set in self._sets:
+        self.lookup_sets = _lookup_sets(self.managers, dropping)
+        for lookup_set in self.lookup_sets:
             for member in lookup_set.members:
                 member.drops_last_block = lookup_set.drops_last_block
 
@@ -60,10 +60,10 @@ class Coordinator:
 
     def find_hits(self, request: Request, max_tokens: int) -> Hits:
         """The longest prefix of at most `max_tokens` tokens that every cacheable group has."""
-        if not self._sets:
+        if not self.lookup_sets:
             return self.no_hits()
         if len(self.managers) == 1:
-            (only,) = self._sets
+            (only,) = self.lookup_sets
             return Hits(*only.find(request, max_tokens, only.drops_last_block))
         return self._find_joint_hits(request, max_tokens)
 
@@ -77,7 +77,7 @@ class Coordinator:
         hit, best = max_tokens, 0
         while True:
             length = hit
-            for lookup_set in self._sets:
+            for lookup_set in self.lookup_sets:
                 if lookup_set in full_lengths:
                     length = min(length, full_lengths[lookup_set])
                     continue
@@ -99,7 +99,7 @@ class Coordinator:
             if length >= hit:
                 break
             hit = length
-            if len(self._sets) == 2 and self._sets[0].first.full_like:
+            if len(self.lookup_sets) == 2 and self.lookup_sets[0].first.full_like:
                 break  # the second set already looked under the first one's length
         for lookup_set in full_lengths:
             for member in lookup_set.members:

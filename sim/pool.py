@@ -216,8 +216,8 @@ class BlockPool:
         self.link(key, block_id, num_tokens)
 
     def link_run(self, keys: Sequence[int], block_ids: Sequence[int]) -> None:
-        """`link_full` for each key and block, in order, nobody asking for lengths. New keys on blocks without any, which is what
-        a prefill brings, go in together."""
+        """`link_full` for each key and block, in order, nobody asking for lengths. New keys on blocks without any, which is
+        what a prefill brings, go in together."""
         if self.events is None and self._first.keys().isdisjoint(keys) and self._primary.keys().isdisjoint(block_ids):
             self.version += len(keys)
             self._first.update(zip(keys, block_ids, strict=True))
