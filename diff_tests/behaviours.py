@@ -1,8 +1,10 @@
 """The behaviours of vLLM that a campaign has to show: a table, each row with the detector that sees it.
 
-A detector is called at one moment of a walk through a history: once for the scenario, for each admission, after each call
-of the scheduler, after each update, after each action outside a step, for an exception, and at the end. It says whether,
-or how often, the behaviour shows. `possible` keeps it away from scenarios that cannot show it, `exists` from releases.
+A detector is called at one moment of a walk through a history, and says whether, or how often, the behaviour shows there.
+The moments: once for the scenario; after each call of the scheduler, or only after one that admits (for each request),
+preempts, leaves somebody waiting, computes a part of a prompt, copies blocks, or changes what is cached; after each update,
+or only one that frees blocks; after an action outside a step; at an exception; and at the end. `possible` keeps a detector
+away from scenarios that cannot show its behaviour, `exists` from releases that do not have it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from diff_tests.walk import Key, Life, Walk, is_alike, kind_of
+from diff_tests.walk import Life, Walk, is_alike
 from sim.geometry import FULL_LIKE
 from sim.history import Acted, Failure, Scheduled, Table, Updated
 from sim.releases import Rules
@@ -29,7 +31,21 @@ from sim.scenario import (
     SlidingWindowMLA,
 )
 
-Moment = Literal["scenario", "admission", "schedule", "update", "action", "failure", "end"]
+Moment = Literal[
+    "scenario",
+    "schedule",
+    "admission",
+    "preemption",
+    "wait",
+    "prefill",
+    "copy",
+    "keys",
+    "update",
+    "free",
+    "action",
+    "failure",
+    "end",
+]
 F = TypeVar("F", bound=Callable[..., Any])
 
 KINDS = (
@@ -62,14 +78,15 @@ SKIPPING_KINDS = (
 class Behaviour:
     """One row. `detect` takes what its moment offers: the scenario; walk and life; walk and record; the walk.
 
-    needs_worker: only the history of a real run shows it, a predicted one does not. promised: a long campaign must show
-    it, on the releases where it exists.
+    kind: only cases with a group of that kind can show it. needs_worker: only the history of a real run shows it, a
+    predicted one does not. promised: a long campaign must show it, on the releases where it exists.
     """
 
     name: str
     section: str
     moment: Moment
     detect: Callable[..., int]
+    kind: str | None
     possible: Callable[[Scenario], bool] | None
     exists: Callable[[Rules], bool]
     needs_worker: bool
@@ -88,6 +105,7 @@ def shows(
     name: str,
     moment: Moment,
     *,
+    kind: str | None = None,
     possible: Callable[[Scenario], bool] | None = None,
     exists: Callable[[Rules], bool] = _always,
     needs_worker: bool = False,
@@ -97,7 +115,7 @@ def shows(
 
     def enter(detect: F) -> F:
         assert name not in TABLE, name
-        TABLE[name] = Behaviour(name, _section, moment, detect, possible, exists, needs_worker, promised)
+        TABLE[name] = Behaviour(name, _section, moment, detect, kind, possible, exists, needs_worker, promised)
         return detect
 
     return enter
@@ -140,10 +158,6 @@ def _has_dcp(scenario: Scenario) -> bool:
 
 def _has(*types: type[AnyGroup]) -> Callable[[Scenario], bool]:
     return lambda scenario: any(isinstance(group, types) for group in scenario.groups)
-
-
-def _has_kind(kind: str) -> Callable[[Scenario], bool]:
-    return lambda scenario: any(kind_of(group) == kind for group in scenario.groups)
 
 
 def _has_states(scenario: Scenario) -> bool:
@@ -192,7 +206,7 @@ _setting("connector: none", lambda s: s.connector is None)
 _setting("connector: DecodeBenchConnector", lambda s: s.connector is not None and s.connector.name != "scripted")
 _setting("connector: scripted", _is_scripted)
 for _kind in KINDS:
-    _setting(f"group: {_kind}", _has_kind(_kind), exists=kind_exists(_kind))
+    _setting(f"group: {_kind}", lambda s: True, kind=_kind, exists=kind_exists(_kind))
 _setting("several groups", lambda s: len(s.groups) > 1)
 _setting("several groups that are alike", lambda s: len(set(s.groups)) < len(s.groups))
 _setting("mixed block sizes", lambda s: len({group.block for group in s.groups}) > 1)
@@ -252,48 +266,36 @@ def _direct_nulls(scenario: Scenario) -> int:
 _section = "pool"
 
 
-def _freed(walk: Walk) -> set[int]:
-    """Blocks that this record put into the free queue."""
-    return set(walk.free).difference(walk.free_before) if walk.free is not walk.free_before else set()
-
-
-@shows("evictions", "schedule")
+@shows("evictions", "keys")
 def _evictions(walk: Walk, record: Scheduled) -> int:
     """A key that is gone, and the block it was linked to was free."""
-    return sum(any(not walk.refs_before[b] for b in walk.keys_before[key]) for key in lost_keys(walk))
+    return sum(any(not walk.refs_before[b] for b in walk.keys_before[key]) for key in walk.lost_keys)
 
 
-def lost_keys(walk: Walk) -> set[Key]:
-    """Keys that the record at hand took away."""
-    return walk.keys_before.keys() - walk.keys.keys() if walk.keys is not walk.keys_before else set()
-
-
-@shows("keys replaced on a block in use", "schedule", possible=lambda s: len(s.groups) > 1)
+@shows("keys replaced on a block in use", "keys", possible=lambda s: len(s.groups) > 1)
 def _replaced(walk: Walk, record: Scheduled) -> int:
-    return sum(all(walk.refs_before[b] for b in walk.keys_before[key]) for key in lost_keys(walk))
+    return sum(all(walk.refs_before[b] for b in walk.keys_before[key]) for key in walk.lost_keys)
 
 
-@shows("one prefix in several blocks", "schedule")
+@shows("one prefix in several blocks", "keys")
 def _duplicates(walk: Walk, record: Scheduled) -> bool:
-    return walk.keys is not walk.keys_before and any(len(blocks) > 1 for blocks in walk.keys.values())
+    return any(len(blocks) > 1 for blocks in walk.keys.values())
 
 
-@shows("one block linked to two prefixes", "schedule", possible=lambda s: len(s.groups) > 1)
+@shows("one block linked to two prefixes", "keys", possible=lambda s: len(s.groups) > 1)
 def _two_prefixes(walk: Walk, record: Scheduled) -> bool:
-    if walk.keys is walk.keys_before:
-        return False
     linked = [block_id for blocks in walk.keys.values() for block_id in blocks]
     return len(set(linked)) < len(linked)
 
 
-@shows("blocks freed to the front, without a key", "update")
+@shows("blocks freed to the front, without a key", "free")
 def _freed_front(walk: Walk, record: Updated) -> bool:
-    return bool(walk.free) and walk.free is not walk.free_before and walk.free[0] not in walk.free_before
+    return bool(walk.free) and walk.free[0] not in walk.free_before
 
 
-@shows("blocks freed to the back, with a key", "update")
+@shows("blocks freed to the back, with a key", "free")
 def _freed_back(walk: Walk, record: Updated) -> bool:
-    return bool(walk.free) and walk.free is not walk.free_before and walk.free[-1] not in walk.free_before
+    return bool(walk.free) and walk.free[-1] not in walk.free_before
 
 
 @shows("pool used up", "schedule")
@@ -306,7 +308,7 @@ def _zeroed(walk: Walk, record: Scheduled) -> int:
     return len(record.zeroed)
 
 
-@shows("targets of copies zeroed", "schedule", possible=_may_hit_inside)
+@shows("targets of copies zeroed", "copy", possible=_may_hit_inside)
 def _copies_zeroed(walk: Walk, record: Scheduled) -> int:
     return sum(target in record.zeroed for _, target in record.copies)
 
@@ -330,7 +332,7 @@ def _nulls(walk: Walk, record: Scheduled) -> bool:
 
 for _kind in SKIPPING_KINDS:
 
-    @shows(f"blocks released early: {_kind}", "schedule", possible=_has_kind(_kind), exists=kind_exists(_kind))
+    @shows(f"blocks released early: {_kind}", "schedule", kind=_kind, exists=kind_exists(_kind))
     def _released_early(walk: Walk, record: Scheduled, kind: str = _kind) -> bool:
         indexes = [index for index, group in enumerate(walk.groups) if group[1] == kind]
         for request_id in record.scheduled:
@@ -358,10 +360,8 @@ def _capped(walk: Walk, life: Life, record: Scheduled) -> bool:
     return num_wanted > len(walk.free_before) and len(record.admitted) + len(record.resumed) == 1
 
 
-@shows("state copied for a hit", "schedule", possible=_has_states)
+@shows("state copied for a hit", "copy", possible=_has_states)
 def _copied_for_hit(walk: Walk, record: Scheduled) -> int:
-    if not record.copies:
-        return 0
     taken = {block for life in walk.admissions for table in walk.tables[life.id] for block in table}
     num_copies = sum(target in taken for _, target in record.copies)
     for life in walk.admissions:
@@ -370,10 +370,8 @@ def _copied_for_hit(walk: Walk, record: Scheduled) -> int:
     return num_copies
 
 
-@shows("cached state left behind by the request that wrote it", "schedule", possible=_has_states)
+@shows("cached state left behind by the request that wrote it", "copy", possible=_has_states)
 def _left_behind(walk: Walk, record: Scheduled) -> int:
-    if not record.copies:
-        return 0
     admitted = {life.id for life in walk.admissions}
     kept = {b for name, tables in walk.tables.items() if name not in admitted for table in tables for b in table}
     return sum(source in kept for source, _ in record.copies)
@@ -403,7 +401,7 @@ def _state_tables(walk: Walk, record: Scheduled) -> list[tuple[Life, Table, Tabl
     ]
 
 
-@shows("checkpoint inside a prefill step", "schedule", possible=_has_checkpoints)
+@shows("checkpoint inside a prefill step", "prefill", possible=_has_checkpoints)
 def _checkpoint(walk: Walk, record: Scheduled) -> int:
     found = 0
     for index, (group, _, size, _) in enumerate(walk.groups):
@@ -423,7 +421,7 @@ def _checkpoint(walk: Walk, record: Scheduled) -> int:
 
 @shows(
     "checkpoint beside speculative blocks",
-    "schedule",
+    "prefill",
     possible=lambda s: _has_checkpoints(s) and _has_speculative_blocks(s),
 )
 def _checkpoint_with_speculative(walk: Walk, record: Scheduled) -> bool:
@@ -440,12 +438,12 @@ def _waits_for_state(walk: Walk, life: Life, record: Scheduled) -> bool:
     return any(walk.key(index, life, life.local) in walk.new_keys for index in states)
 
 
-@shows("prefill step cut at the end of a state's block", "schedule", possible=_has_states)
+@shows("prefill step cut at the end of a state's block", "prefill", possible=_has_states)
 def _cut_at_block(walk: Walk, record: Scheduled) -> bool:
     return any(life.num_computed % size == 0 for life, size in _cut_prefills(walk, record))
 
 
-@shows("prefill step cut inside a state's block", "schedule", possible=_may_hit_inside)
+@shows("prefill step cut inside a state's block", "prefill", possible=_may_hit_inside)
 def _cut_inside(walk: Walk, record: Scheduled) -> bool:
     return any(life.num_computed % size for life, size in _cut_prefills(walk, record))
 
@@ -471,7 +469,7 @@ def _caches(scenario: Scenario) -> bool:
 
 for _kind in CACHED_KINDS:
 
-    @shows(f"local hit: {_kind}", "admission", possible=_has_kind(_kind), exists=kind_exists(_kind))
+    @shows(f"local hit: {_kind}", "admission", kind=_kind, exists=kind_exists(_kind))
     def _local_hit(walk: Walk, life: Life, record: Scheduled, kind: str = _kind) -> bool:
         if not life.local:
             return False
@@ -696,7 +694,7 @@ def _admissions(walk: Walk, record: Scheduled) -> int:
     return len(record.admitted)
 
 
-@shows("preemptions", "schedule")
+@shows("preemptions", "preemption")
 def _preemptions(walk: Walk, record: Scheduled) -> int:
     return len(record.preempted)
 
@@ -706,17 +704,17 @@ def _resumptions(walk: Walk, record: Scheduled) -> int:
     return len(record.resumed)
 
 
-@shows("several preempted in one step", "schedule")
+@shows("several preempted in one step", "preemption")
 def _several_preempted(walk: Walk, record: Scheduled) -> bool:
     return len(record.preempted) > 1
 
 
-@shows("preempted again after resuming", "schedule")
+@shows("preempted again after resuming", "preemption")
 def _preempted_again(walk: Walk, record: Scheduled) -> bool:
     return any(walk.live[request_id].num_preemptions > 1 for request_id in record.preempted)
 
 
-@shows("preempted in its prefill", "schedule")
+@shows("preempted in its prefill", "preemption")
 def _preempted_in_prefill(walk: Walk, record: Scheduled) -> bool:
     return any("preempted in its prefill" in walk.live[request_id].facts for request_id in record.preempted)
 
@@ -726,13 +724,13 @@ def _took_block(walk: Walk, request_id: str) -> bool:
     return any(not set(b).issuperset(a) for b, a in zip(before, after, strict=False))
 
 
-@shows("a request preempts itself", "schedule")
+@shows("a request preempts itself", "preemption")
 def _preempts_itself(walk: Walk, record: Scheduled) -> bool:
     """Nobody else took a block in its place."""
     return len(record.preempted) == 1 and not any(_took_block(walk, name) for name in record.scheduled)
 
 
-@shows("priorities: the victim is not the last", "schedule", possible=_has_priorities)
+@shows("priorities: the victim is not the last", "preemption", possible=_has_priorities)
 def _not_the_last(walk: Walk, record: Scheduled) -> bool:
     return len(record.preempted) == 1 and bool(walk.running_before) and walk.running_before[-1].id != record.preempted[0]
 
@@ -744,7 +742,7 @@ def _overtakes(walk: Walk, life: Life, record: Scheduled) -> bool:
 
 @shows(
     "priorities: others go on after a request preempted itself",
-    "schedule",
+    "preemption",
     possible=_has_priorities,
     exists=lambda rules: rules.priority_goes_on_after_self_preemption,
 )
@@ -757,19 +755,19 @@ def _others_go_on(walk: Walk, record: Scheduled) -> bool:
     )
 
 
-@shows("prefill in chunks", "schedule")
+@shows("prefill in chunks", "prefill")
 def _in_chunks(walk: Walk, record: Scheduled) -> bool:
     return any(walk.live[name].num_computed < walk.live[name].num_tokens for name in record.scheduled)
 
 
-@shows("prompt waits for a whole budget", "schedule", possible=lambda s: not s.engine.chunked_prefill)
+@shows("prompt waits for a whole budget", "wait", possible=lambda s: not s.engine.chunked_prefill)
 def _waits_for_budget(walk: Walk, record: Scheduled) -> bool:
     num_left = walk.engine.max_num_batched_tokens - sum(record.scheduled.values())
     waiting = walk.waiting()
     return bool(record.scheduled) and bool(waiting) and 0 < num_left < waiting[0].num_tokens
 
 
-@shows("chunk cut by the long-prefill threshold", "schedule", possible=lambda s: s.engine.long_prefill_token_threshold > 0)
+@shows("chunk cut by the long-prefill threshold", "prefill", possible=lambda s: s.engine.long_prefill_token_threshold > 0)
 def _cut_by_threshold(walk: Walk, record: Scheduled) -> bool:
     threshold = walk.engine.long_prefill_token_threshold
     return any(
@@ -780,7 +778,7 @@ def _cut_by_threshold(walk: Walk, record: Scheduled) -> bool:
 
 @shows(
     "long-prefill threshold off for a lone request",
-    "schedule",
+    "prefill",
     possible=lambda s: s.engine.long_prefill_token_threshold > 0,
     exists=lambda rules: rules.lone_request_ignores_long_prefill_threshold,
 )
@@ -791,7 +789,7 @@ def _threshold_off(walk: Walk, record: Scheduled) -> bool:
 
 @shows(
     "long-prefill threshold adapted to the requests",
-    "schedule",
+    "prefill",
     possible=lambda s: s.engine.long_prefill_adaptive and s.engine.long_prefill_token_threshold > 0,
 )
 def _threshold_adapted(walk: Walk, record: Scheduled) -> bool:
@@ -803,25 +801,14 @@ def _threshold_adapted(walk: Walk, record: Scheduled) -> bool:
     )
 
 
-@shows("nobody admitted for the limit of sequences", "schedule")
+@shows("nobody admitted for the limit of sequences", "wait")
 def _sequence_limit(walk: Walk, record: Scheduled) -> bool:
     return len(walk.running) >= walk.engine.max_num_seqs and bool(walk.waiting())
 
 
-def is_refused_for_now(walk: Walk, record: Scheduled) -> bool:
-    """Somebody waits though sequences and tokens are left, nobody was preempted, and nothing is paused."""
-    return (
-        walk.paused == "none"
-        and not record.preempted
-        and len(walk.running) < walk.engine.max_num_seqs
-        and any(life.state == "waiting" for life in walk.lives)
-        and sum(record.scheduled.values()) < walk.engine.max_num_batched_tokens
-    )
-
-
-@shows("admissions refused for now", "schedule")
+@shows("admissions refused for now", "wait")
 def _refused(walk: Walk, record: Scheduled) -> bool:
-    if not is_refused_for_now(walk, record):
+    if not walk.is_refused:
         return False
     for life in walk.waiting():
         life.facts.add("waited")
@@ -830,7 +817,7 @@ def _refused(walk: Walk, record: Scheduled) -> bool:
 
 def _would_fit(walk: Walk, record: Scheduled) -> bool:
     """Whether the blocks left would do for the next step of whoever waits first, even without a hit."""
-    if not is_refused_for_now(walk, record):
+    if not walk.is_refused:
         return False
     life = walk.waiting()[0]
     num_left = walk.engine.max_num_batched_tokens - sum(record.scheduled.values())
@@ -851,12 +838,12 @@ def _is_plain(scenario: Scenario) -> bool:
     )
 
 
-@shows("refused by the gate on the whole prompt", "schedule", possible=lambda s: _is_plain(s) and s.engine.reserve_full_isl)
+@shows("refused by the gate on the whole prompt", "wait", possible=lambda s: _is_plain(s) and s.engine.reserve_full_isl)
 def _gate(walk: Walk, record: Scheduled) -> bool:
     return not walk.engine.watermark and _would_fit(walk, record)
 
 
-@shows("refused by the watermark", "schedule", possible=lambda s: _is_plain(s) and s.engine.watermark > 0)
+@shows("refused by the watermark", "wait", possible=lambda s: _is_plain(s) and s.engine.watermark > 0)
 def _watermark(walk: Walk, record: Scheduled) -> bool:
     return not walk.engine.reserve_full_isl and _would_fit(walk, record)
 
@@ -876,7 +863,7 @@ def _held_back(walk: Walk, record: Scheduled) -> bool:
     )
 
 
-@shows("paused for new requests: the others go on", "schedule", possible=_has_pauses)
+@shows("paused for new requests: the others go on", "wait", possible=_has_pauses)
 def _paused_new(walk: Walk, record: Scheduled) -> bool:
     return walk.paused == "new" and bool(record.scheduled) and bool(walk.waiting())
 
@@ -970,7 +957,7 @@ def _lookahead(walk: Walk, record: Scheduled) -> bool:
     )
 
 
-@shows("preempted with drafts", "schedule", possible=_has_drafts)
+@shows("preempted with drafts", "preemption", possible=_has_drafts)
 def _preempted_with_drafts(walk: Walk, record: Scheduled) -> bool:
     return any("decoding at preemption" in walk.live[name].facts for name in record.preempted)
 
@@ -1013,9 +1000,9 @@ def _drained(walk: Walk, record: Updated) -> bool:
     return len(walk.deferred) < len(walk.deferred_before)
 
 
-@shows("both ends of a copy held past its step", "schedule", possible=lambda s: _defers(s) and _has_states(s))
+@shows("both ends of a copy held past its step", "copy", possible=lambda s: _defers(s) and _has_states(s))
 def _copy_held(walk: Walk, record: Scheduled) -> bool:
-    return bool(record.copies) and bool(walk.deferred)
+    return bool(walk.deferred)
 
 
 @shows(
@@ -1032,7 +1019,7 @@ def _spared(walk: Walk, record: Scheduled) -> bool:
     )
 
 
-@shows("preempted with output in flight", "schedule", possible=_is_async)
+@shows("preempted with output in flight", "preemption", possible=_is_async)
 def _preempted_in_flight(walk: Walk, record: Scheduled) -> bool:
     return any("preempted in flight" in walk.live[name].facts for name in record.preempted)
 
@@ -1146,7 +1133,7 @@ def _whole_load(walk: Walk, life: Life, record: Scheduled) -> bool:
     return "loaded" in life.facts and record.hits.get(life.id) == life.num_tokens - 1
 
 
-@shows("late load refused for blocks that prefills need", "schedule", possible=_is_scripted)
+@shows("late load refused for blocks that prefills need", "wait", possible=_is_scripted)
 def _load_refused(walk: Walk, record: Scheduled) -> bool:
     return any(
         answer
@@ -1245,22 +1232,22 @@ def _resumed_inside(walk: Walk, life: Life, record: Scheduled) -> bool:
     return life.num_preemptions > 0 and any(caches and life.local % size for _, _, size, caches in walk.groups)
 
 
-@shows("eviction in a step that preempts", "schedule")
+@shows("eviction in a step that preempts", "preemption")
 def _eviction_and_preemption(walk: Walk, record: Scheduled) -> bool:
-    return bool(record.preempted) and _evictions(walk, record) > 0
+    return _evictions(walk, record) > 0
 
 
-@shows("eviction in a step that copies", "schedule", possible=_has_states)
+@shows("eviction in a step that copies", "copy", possible=_has_states)
 def _eviction_and_copy(walk: Walk, record: Scheduled) -> bool:
-    return bool(record.copies) and _evictions(walk, record) > 0
+    return _evictions(walk, record) > 0
 
 
-@shows("preempted after a checkpoint", "schedule", possible=_has_checkpoints)
+@shows("preempted after a checkpoint", "preemption", possible=_has_checkpoints)
 def _preempted_after_checkpoint(walk: Walk, record: Scheduled) -> bool:
     return any("checkpoint" in walk.live[name].facts for name in record.preempted)
 
 
-@shows("preempted after a copy", "schedule", possible=_has_states)
+@shows("preempted after a copy", "preemption", possible=_has_states)
 def _preempted_after_copy(walk: Walk, record: Scheduled) -> bool:
     return any("copied" in walk.live[name].facts for name in record.preempted)
 
@@ -1285,7 +1272,7 @@ def _resumed_external(walk: Walk, life: Life, record: Scheduled) -> bool:
     return life.num_preemptions > 0 and life.external > 0 and life.local > 0
 
 
-@shows("preempted after a late load", "schedule", possible=_is_scripted)
+@shows("preempted after a late load", "preemption", possible=_is_scripted)
 def _preempted_after_load(walk: Walk, record: Scheduled) -> bool:
     return any("loaded" in walk.live[name].facts for name in record.preempted)
 
@@ -1297,7 +1284,7 @@ def _reset_while_loading(walk: Walk, record: Acted) -> bool:
 
 @shows(
     "priorities: preempted with output in flight",
-    "schedule",
+    "preemption",
     possible=lambda s: _has_priorities(s) and _is_async(s),
 )
 def _priority_in_flight(walk: Walk, record: Scheduled) -> bool:
@@ -1319,7 +1306,7 @@ def _interval_resumed(walk: Walk, life: Life, record: Scheduled) -> bool:
     return life.local > 0 and life.num_preemptions > 0
 
 
-@shows("outputs of a reference window released, then preempted", "schedule", possible=_has(RSWA))
+@shows("outputs of a reference window released, then preempted", "preemption", possible=_has(RSWA))
 def _rswa_preempted(walk: Walk, record: Scheduled) -> bool:
     indexes = [index for index, group in enumerate(walk.groups) if group[1] == "rswa"]
     return any(
@@ -1329,12 +1316,12 @@ def _rswa_preempted(walk: Walk, record: Scheduled) -> bool:
 
 @shows(
     "copies under context parallelism",
-    "schedule",
+    "copy",
     possible=lambda s: _has_dcp(s) and _has_states(s),
     exists=lambda rules: rules.dcp_sharded_flag,
 )
-def _copies_under_dcp(walk: Walk, record: Scheduled) -> bool:
-    return bool(record.copies)
+def _copies_under_dcp(walk: Walk, record: Scheduled) -> int:
+    return len(record.copies)
 
 
 BEHAVIOURS: tuple[str, ...] = tuple(TABLE)

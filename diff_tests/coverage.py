@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 
-from diff_tests.behaviours import KINDS, TABLE, Behaviour, Moment, is_refused_for_now, kind_exists
+from diff_tests.behaviours import KINDS, TABLE, Behaviour, Moment, kind_exists
 from diff_tests.walk import Walk, kind_of
 from sim.geometry import is_prefix_cacheable
 from sim.history import Acted, Failure, History, Refusal, Scheduled, Updated
@@ -34,6 +34,10 @@ from sim.scenario import (
 
 KindSet = tuple[str, ...]
 """One kind, or two in the order of KINDS."""
+
+
+Condition = tuple[str | None, Callable[[Scenario], bool] | None]
+"""A kind that a case must have, and what else must hold of its scenario."""
 
 
 @dataclass
@@ -105,8 +109,9 @@ class Coverage:
 
     def _detectors(self, scenario: Scenario) -> dict[Moment, list[Behaviour]]:
         chosen: dict[Moment, list[Behaviour]] = defaultdict(list)
-        for possible, by_moment in self._by_condition:
-            if possible is None or possible(scenario):
+        kinds = {kind_of(group) for group in scenario.groups}
+        for (kind, possible), by_moment in self._by_condition.items():
+            if (kind is None or kind in kinds) and (possible is None or possible(scenario)):
                 for moment, behaviours in by_moment.items():
                     chosen[moment] += behaviours
         return chosen
@@ -118,14 +123,11 @@ class Coverage:
         before = self.counts.copy() if detectors["end"] else None
         for record in walk.follow(history):
             if isinstance(record, Scheduled):
-                self._count(detectors["schedule"], walk, record)
-                for life in walk.admissions:
-                    self._count(detectors["admission"], walk, life, record)
-                    count.hits += life.local > 0
-                count.preemptions += len(record.preempted)
-                count.refused += is_refused_for_now(walk, record)
+                self._count_scheduled(walk, record, detectors, count)
             elif isinstance(record, Updated):
                 self._count(detectors["update"], walk, record)
+                if walk.free is not walk.free_before:
+                    self._count(detectors["free"], walk, record)
             elif isinstance(record, Acted):
                 self._count(detectors["action"], walk, record)
             elif isinstance(record, Failure):
@@ -134,6 +136,27 @@ class Coverage:
             walk.seen = {name for name, number in self.counts.items() if number > before[name]}
             self._count(detectors["end"], walk)
 
+    def _count_scheduled(
+        self, walk: Walk, record: Scheduled, detectors: dict[Moment, list[Behaviour]], count: KindCount
+    ) -> None:
+        """Most steps are plain decode steps: what they cannot show is not asked of them."""
+        self._count(detectors["schedule"], walk, record)
+        for life in walk.admissions:
+            self._count(detectors["admission"], walk, life, record)
+            count.hits += life.local > 0
+        if walk.keys is not walk.keys_before:
+            self._count(detectors["keys"], walk, record)
+        if walk.computes_prompt:
+            self._count(detectors["prefill"], walk, record)
+        if record.copies:
+            self._count(detectors["copy"], walk, record)
+        if record.preempted:
+            self._count(detectors["preemption"], walk, record)
+            count.preemptions += len(record.preempted)
+        if walk.somebody_waits:
+            self._count(detectors["wait"], walk, record)
+            count.refused += walk.is_refused
+
     def _count(self, behaviours: Sequence[Behaviour], *what: object) -> None:
         for behaviour in behaviours:
             number = behaviour.detect(*what)
@@ -141,14 +164,12 @@ class Coverage:
                 self.counts[behaviour.name] += number
 
 
-def _by_condition(
-    behaviours: Sequence[Behaviour],
-) -> list[tuple[Callable[[Scenario], bool] | None, dict[Moment, list[Behaviour]]]]:
+def _by_condition(behaviours: Sequence[Behaviour]) -> dict[Condition, dict[Moment, list[Behaviour]]]:
     """Behaviours by the condition on scenarios that they share, then by moment: each condition is asked once a case."""
-    grouped: dict[Callable[[Scenario], bool] | None, dict[Moment, list[Behaviour]]] = {}
+    grouped: dict[Condition, dict[Moment, list[Behaviour]]] = {}
     for behaviour in behaviours:
-        grouped.setdefault(behaviour.possible, {}).setdefault(behaviour.moment, []).append(behaviour)
-    return list(grouped.items())
+        grouped.setdefault((behaviour.kind, behaviour.possible), {}).setdefault(behaviour.moment, []).append(behaviour)
+    return grouped
 
 
 # ----------------------------------------------------------------------------------------------------------------- kinds

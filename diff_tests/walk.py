@@ -98,7 +98,8 @@ class Walk:
 
     groups: (group, kind, effective block size, whether it caches prefixes). keys: blocks by key. admissions: who was let
     in by this record. new_keys: those that the schedule before this one brought. landed: the step of an update. seen: the
-    behaviours of this case so far.
+    behaviours of this case so far. is_refused: somebody waits though sequences and tokens are left, nobody was preempted,
+    and nothing is paused. computes_prompt: the step computes a part of a prompt.
     """
 
     def __init__(self, scenario: Scenario, rules: Rules) -> None:
@@ -129,6 +130,9 @@ class Walk:
         self.admissions: list[Life] = []
         self.flights: dict[int, Flight] = {}
         self.landed: Flight | None = None
+        self.somebody_waits = False
+        self.is_refused = False
+        self.computes_prompt = False
         self.seen: set[str] = set()
         self.paused = "none"
         self._steps = scenario.steps
@@ -219,6 +223,11 @@ class Walk:
             if keys != self.keys:
                 self.keys = keys
 
+    @property
+    def lost_keys(self) -> set[Key]:
+        """Keys that the record at hand took away."""
+        return self.keys_before.keys() - self.keys.keys() if self.keys is not self.keys_before else set()
+
     def _schedule(self, record: Scheduled) -> None:
         self.new_keys, self._newest_keys = self._newest_keys, set()
         if self._tracks_new_keys and self.keys is not self.keys_before:
@@ -244,6 +253,16 @@ class Walk:
             self.running = [*self.running, life]
             life.state = "running"
         self._fly(record)
+        self.somebody_waits = any(life.state == "waiting" for life in self.lives)
+        self.is_refused = self.somebody_waits and self._is_refused(record)
+
+    def _is_refused(self, record: Scheduled) -> bool:
+        return (
+            self.paused == "none"
+            and not record.preempted
+            and len(self.running) < self.engine.max_num_seqs
+            and sum(record.scheduled.values()) < self.engine.max_num_batched_tokens
+        )
 
     def _preempt(self, life: Life) -> None:
         self.running = [other for other in self.running if other is not life]
@@ -256,11 +275,17 @@ class Walk:
 
     def _fly(self, record: Scheduled) -> None:
         flight = self.flights[record.step] = Flight(record.scheduled)
+        self.computes_prompt = False
         for request_id, num_tokens in record.scheduled.items():
             life = flight.lives[request_id] = self.live[request_id]
-            if life.is_decoding:
+            if "decoding" in life.facts:
                 flight.drafts[request_id] = num_tokens - 1
-            elif self.num_spec and num_tokens == 1 + self.num_spec and life.num_computed + 1 == life.num_tokens:
+                life.num_computed += num_tokens
+                life.num_unseen += 1
+                flight.samples.append(life)
+                continue
+            self.computes_prompt = True
+            if self.num_spec and num_tokens == 1 + self.num_spec and life.num_computed + 1 == life.num_tokens:
                 flight.drafts[request_id] = self.num_spec
                 life.facts.add("padded")
             life.num_computed += num_tokens
