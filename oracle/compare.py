@@ -32,6 +32,7 @@ _UPDATED: dict[str, tuple[Kind, str]] = {
     "step": ("schedule", "step"),
     "new_tokens": ("schedule", "new_tokens"),
     "arrived": ("schedule", "arrived"),
+    "lost": ("schedule", "lost_blocks"),
     "finished": ("schedule", "finished"),
     "events": ("event", "kv_events"),
 }
@@ -62,6 +63,7 @@ _WORDS = {
     "copies": "copied blocks",
     "new_tokens": "new tokens",
     "arrived": "loads that arrived",
+    "lost": "blocks whose load failed",
     "events": "KV events",
     "refs": "reference counts",
     "free": "free queue",
@@ -111,6 +113,7 @@ class _Comparison:
                 mine.new_tokens == theirs.new_tokens
                 and mine.finished == theirs.finished
                 and mine.arrived == theirs.arrived
+                and mine.lost == theirs.lost
                 and mine.step == theirs.step
                 and (mine.events == theirs.events or mine.events is None or theirs.events is None)
             )

@@ -194,6 +194,13 @@ class Stay:
         self.room = 0
         self.sources: dict[int, int] = {}
 
+    def fall_back(self, num_tokens: int) -> None:
+        """No more than the first `num_tokens` tokens are there."""
+        self.num_local = min(self.num_local, num_tokens)
+        self.num_found = min(self.num_found, num_tokens)
+        self.num_computed = min(self.num_computed, num_tokens)
+        self.loads = False
+
     @property
     def num_written(self) -> int:
         """Leading tokens whose right values its blocks hold."""
@@ -309,6 +316,7 @@ class Replay:
             self.homeless,
             self.new_keys,
         )
+        self._doubted: dict[str, list[Entry]] = {}
         self._keys: set[tuple[int, int, int, int]] = set()
         self._rewritten: set[int] = set()
         self._lives: dict[str, deque[int]] = {}
@@ -343,6 +351,8 @@ class Replay:
             if isinstance(record, Updated):
                 for request in record.arrived:
                     self._arrive(request)
+                if record.lost:
+                    self._lose(set(record.lost))
                 if self._in_flight:
                     self._take_output(record)
                 for request in record.finished:
@@ -390,8 +400,25 @@ class Replay:
                 if sent is not None:
                     stay.num_in_flight += num_tokens
                     sent.parts.append((stay, num_tokens, targets))
+        if self._doubted:
+            self._look_again(record)
         if sent is not None:
             self._in_flight.append(sent)
+
+    def _lose(self, lost: set[int]) -> None:
+        """Loads wrote nothing into these blocks. Who was to find it there has to compute it, from the first such block on;
+        who shares it looks again when it is scheduled next."""
+        for request, tables in self.tables.items():
+            stay = self.stays[request]
+            for group in self.groups:
+                for position, block in enumerate(tables[group.index]):
+                    if block not in lost:
+                        continue
+                    content = self.contents[block]
+                    if content is not None and content.stay is stay:
+                        stay.fall_back(position * group.block_size)
+                    else:
+                        self._doubted.setdefault(request, []).append(Entry(stay, group.index, position, block))
 
     # -- states and outputs --------------------------------------------------------------------------------------------
 
@@ -474,7 +501,8 @@ class Replay:
         first."""
         is_admitted = request in record.admitted or request in record.resumed
         stay = self.stays.get(request)
-        if stay is not None and not stay.is_admitted and is_admitted:
+        goes_on = stay is not None and not stay.is_admitted and is_admitted and stay.num_found > 0
+        if stay is not None and goes_on:
             stay.is_admitted = True
             stay.num_computed = record.hits.get(request, 0)  # the last token loaded may be computed again
             if stay.loads:
@@ -532,6 +560,13 @@ class Replay:
     def loads_under_way(self) -> bool:
         """Whether somebody holds blocks for a load that has not arrived."""
         return any(stay.loads for stay in self.stays.values())
+
+    def _look_again(self, record: Scheduled) -> None:
+        """Blocks whose load failed for somebody else must hold their content by the time they are read."""
+        for request in record.scheduled:
+            for entry in self._doubted.pop(request, ()):
+                if entry.stay is self.stays.get(request):
+                    self.hits.append((entry, self.contents[entry.block]))
 
     # -- tables --------------------------------------------------------------------------------------------------------
 

@@ -128,12 +128,14 @@ class Scheduled(_State, kw_only=True, omit_defaults=True, tag_field="record", ta
 
 class Updated(_State, kw_only=True, omit_defaults=True, tag_field="record", tag="update"):
     """The step's output was processed. finished: request IDs in order; new_tokens: tokens gained per request; arrived:
-    requests whose asynchronous load the worker reported with it, in order."""
+    requests whose asynchronous load the worker reported with it, in order; lost: IDs of blocks whose load it reported as
+    failed, sorted."""
 
     step: int
     finished: list[str] = []
     new_tokens: dict[str, int] = {}
     arrived: list[str] = []
+    lost: list[int] = []
     events: list[tuple[str, int, int, int]] | None = None
 
 

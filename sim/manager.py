@@ -7,7 +7,7 @@ from sim.geometry import block_sizes, effective_block_size, has_partial_hits
 from sim.groups import manager_for
 from sim.groups.base import Room, Setting, ceil_div
 from sim.groups.mamba import MambaAlignManager
-from sim.pool import BlockPool
+from sim.pool import NULL, BlockPool
 from sim.prefix import PrefixIndex
 from sim.releases import Rules
 from sim.request import Request, Status
@@ -179,6 +179,15 @@ class KVCacheManager:
             zeroed = [block_id for block_id in zeroed if block_id not in self._not_zeroed]
             self._not_zeroed.clear()
         return zeroed if self.setting.zeroes_new_blocks else []
+
+    def blocks_of(self, request: Request, start: int, end: int) -> list[tuple[int, int]]:
+        """(table index, block) of the blocks of the tokens [start, end), group by group, without nulls."""
+        return [
+            (block_index, table[block_index])
+            for group, table in zip(self.groups, request.tables, strict=True)
+            for block_index in range(start // group.block_size, min(ceil_div(end, group.block_size), len(table)))
+            if table[block_index] != NULL
+        ]
 
     def skip_zeroing(self, request: Request, start: int, end: int) -> None:
         """Blocks of the tokens [start, end) are not zeroed in this step: a load writes to them meanwhile."""

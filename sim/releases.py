@@ -37,6 +37,9 @@ class Rules:
     """[0.32] Those blocks are counted group by group, before by the scheduler's block size."""
     loads_skip_zeroing_by_range: bool
     """[up to 0.31] No block in an asynchronous load's range of tokens is zeroed; since, none taken for external tokens."""
+    loads_fail_by_request: bool
+    """[0.30] With several groups a worker reports which requests' loads failed. Before, it could only report blocks, which
+    vLLM does not find in several groups."""
     loads_may_restore_windows: bool
     """[0.32] A load may bring the last window of a group with bounded replay."""
     prefill_cadence_is_local: bool
@@ -136,6 +139,7 @@ _V0_33 = Rules(
     blocks_reserved_for_drafts=True,
     reservation_is_per_group=True,
     loads_skip_zeroing_by_range=False,
+    loads_fail_by_request=True,
     loads_may_restore_windows=True,
     prefill_cadence_is_local=True,
     holders_run_while_new_are_paused=True,
@@ -228,6 +232,7 @@ _V0_30 = replace(
 _V0_29 = replace(
     _V0_30,
     release="0.29.0",
+    loads_fail_by_request=False,
     lone_admission_is_padded=False,
     victim_must_be_free_at_once=False,
     eagle_resumes_at_two_boundaries=False,

@@ -41,12 +41,14 @@ class Request:
     dropped if drops_stale. num_placeholders: sampled in such steps, with an asynchronous scheduler. num_drafts: drafted
     for the next step. tables[g]: the block table of group g; tracked[g]: the number of its leading entries that need no
     more hashing, or None before the first; shared_tail[g]: (index, block) of a shared block to be copied before it is
-    written. Up to quiet_until tokens, allocating slots changes nothing in any group.
+    written. external: (table index, block) of the blocks that its load writes, all groups.
+    Up to quiet_until tokens, allocating slots changes nothing in any group.
     """
 
     __slots__ = (
         "arrival",
         "drops_stale",
+        "external",
         "id",
         "index",
         "is_prefill_chunk",
@@ -103,6 +105,7 @@ class Request:
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self.tracked: list[int | None] = [None] * num_groups
         self.shared_tail: dict[int, tuple[int, int]] = {}
+        self.external: list[tuple[int, int]] = []
         self.mamba: dict[int, MambaState] = {}
 
     @property

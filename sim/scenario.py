@@ -67,10 +67,12 @@ class Engine(_Value, frozen=True, kw_only=True):
 
 
 class Connector(_Value, frozen=True, kw_only=True):
-    """The KV connector, by its registered name, and its `kv_connector_extra_config`."""
+    """The KV connector, by its registered name, and its `kv_connector_extra_config`. load_failure: what becomes of a
+    request whose load failed, vLLM's `kv_load_failure_policy`."""
 
     name: Name
     extra: dict[str, Any] = {}
+    load_failure: Literal["fail", "recompute"] = "fail"
 
 
 class Group(_Value, frozen=True, kw_only=True, tag_field="kind"):
@@ -234,7 +236,8 @@ class LoadDone(_Value, frozen=True, kw_only=True):
 
 
 class LoadFailed(_Value, frozen=True, kw_only=True):
-    """The load of request `id` failed from its block `from_block` on (scripted connector)."""
+    """The load of request `id` failed from its block `from_block` on (scripted connector). A synchronous one has its output
+    still to be processed: the step stands between `schedule` and `update`. With several groups the whole load failed."""
 
     id: Name
     from_block: Natural = 0
@@ -415,7 +418,8 @@ def check(scenario: Scenario) -> None:
         raise ScenarioError("$.groups", "at least one KV cache group is needed")
     for i, group in enumerate(scenario.groups):
         _check_group(group, f"$.groups[{i}]")
-    live: set[str] = set()
+    _check_in_flight(scenario)
+    live: dict[str, Add] = {}
     scripted = {step.id for step in scenario.steps if isinstance(step, Add) and step.output}
     for i, step in enumerate(scenario.steps):
         path = f"$.steps[{i}]"
@@ -429,14 +433,34 @@ def check(scenario: Scenario) -> None:
             _check_add(step, scenario.engine, f"{path}.add")
             if step.id in scripted and step.id in live:
                 raise ScenarioError(f"{path}.add.id", f"{step.id!r} came before; with 'output' an ID is used once")
-            live.add(step.id)
+            live[step.id] = step
         elif isinstance(step, Direct):
             _check_direct(step, scenario, f"{path}.direct")
-            live.add(step.id)
+            live[step.id] = Add(id=step.id, prompt=())
         elif isinstance(step, (Abort, LoadDone, LoadFailed)) and step.id not in live:
             raise ScenarioError(path, f"no request {step.id!r} was added before this step")
+        elif isinstance(step, LoadFailed) and len(scenario.groups) > 1 and live[step.id].load != "async":
+            raise ScenarioError(
+                f"{path}.load_failed", "with several groups a connector can only report asynchronous loads as failed"
+            )
         elif scenario.driver == "direct" and not isinstance(step, (Step, Abort)):
             raise ScenarioError(path, "the direct driver takes 'direct', 'step' and 'abort' steps only")
+
+
+def _check_in_flight(scenario: Scenario) -> None:
+    """An output is processed before the next step is scheduled; in an asynchronous engine, before the one after that."""
+    most = 2 if scenario.engine.async_scheduling else 1
+    num_in_flight = 0
+    for i, step in enumerate(scenario.steps):
+        if isinstance(step, Update):
+            num_in_flight = max(0, num_in_flight - step.count)
+        elif isinstance(step, (Schedule, Step, Run)):
+            num_in_flight += step.count if isinstance(step, Schedule) else 1
+            if num_in_flight > most:
+                path = f"$.steps[{i}].{_STEP_KEYS[type(step)][0]}"
+                raise ScenarioError(path, f"more than {most} outputs would wait to be processed; 'update' them first")
+            if not isinstance(step, Schedule):
+                num_in_flight = most - 1 if isinstance(step, Step) else 0
 
 
 def _check_group(group: AnyGroup, path: str) -> None:

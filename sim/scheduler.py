@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection, Iterable
 from typing import Literal, NamedTuple
 
 from sim.connector import ConnectorRule
 from sim.coordinator import Hits
 from sim.groups.base import ceil_div, floor_to
+from sim.load_failures import FailedGroupsError, fall_back
 from sim.mamba_split import MambaSplit
 from sim.manager import KVCacheManager
 from sim.pool import PredictedError
@@ -22,7 +24,7 @@ class Plan:
     """What one call of `schedule` decided. Token counts by request, in vLLM's order.
 
     drafts: drafted tokens among the scheduled ones; accepted: how many of them the model accepts. samples: requests that
-    get a token from this step.
+    get a token from this step. lost: blocks whose synchronous load failed in this step.
     """
 
     __slots__ = (
@@ -34,6 +36,7 @@ class Plan:
         "drafts",
         "external",
         "hits",
+        "lost",
         "preempted",
         "resumed",
         "samples",
@@ -52,9 +55,13 @@ class Plan:
         self.preempted: list[str] = []
         self.hits: dict[str, int] = {}
         self.external: dict[str, int] = {}
+        self.lost: set[int] = set()
         self.asked: list[tuple[str, int, int | None]] = []
         self.zeroed: list[int] = []
         self.copies: list[tuple[int, int]] = []
+
+
+_NOBODY: tuple[Request, ...] = ()
 
 
 class PaddingError(PredictedError):
@@ -88,6 +95,9 @@ class Scheduler:
         self.arrived_loads: set[str] = set()
         self.ended_loads: dict[str, Request] = {}
         self.reported_loads: dict[str, None] = {}  # in order: the next output brings the news
+        self._lost: dict[Request, list[int]] = {}  # with it: loads that failed, and their blocks without content
+        self.failed_loads: set[str] = set()
+        self.recomputes_failed_loads = scenario.connector is not None and scenario.connector.load_failure == "recompute"
         self.paused: Literal["none", "new", "all"] = "none"
         self._prefilling: dict[Request, None] = {}  # in order of admission: their prefill goes on after this step
         self._passed_over: set[Request] = set()
@@ -169,6 +179,28 @@ class Scheduler:
         loading = any(r.id == request_id and r.status == Status.LOADING for r in self.aside)
         if (loading and request_id not in self.arrived_loads) or request_id in self.ended_loads:
             self.reported_loads[request_id] = None
+
+    def load_failed(self, request_id: str, from_block: int, in_flight: Iterable[Plan]) -> None:
+        """The worker reports that a load failed: an asynchronous one with the next output, which is also its end; a
+        synchronous one with the output of its step, one of those `in_flight`. Nothing happens if there is none."""
+        for request in self.aside:
+            if request.id == request_id and request.status == Status.LOADING:
+                if request_id not in self.arrived_loads and request_id not in self.reported_loads:
+                    self.reported_loads[request_id] = None
+                    self._lost[request] = self._external_blocks(request, from_block)
+                return
+        for plan in in_flight:
+            for request in plan.scheduled:
+                if request.id == request_id and plan.external.get(request_id):
+                    plan.lost.update(self._external_blocks(request, from_block))
+
+    def _external_blocks(self, request: Request, from_block: int) -> list[int]:
+        first = from_block if len(self.kv.groups) == 1 else 0
+        return [block_id for block_index, block_id in request.external if block_index >= first]
+
+    def blocks_lost_with(self, plan: Plan) -> set[int]:
+        """Blocks that the output of this step reports as loaded in vain."""
+        return plan.lost.union(*self._lost.values())
 
     # -- first half of a step ------------------------------------------------------------------------------------------
 
@@ -327,6 +359,8 @@ class Scheduler:
         if self.connector is not None:
             self.connector.allocated(request.id, found.num_external)
         request.num_computed = found.num_computed - size.num_replayed
+        if found.num_external > 0:
+            request.external = self.kv.blocks_of(request, request.num_computed - found.num_external, found.num_computed)
         if found.loads_later and self.rules.loads_skip_zeroing_by_range:
             self.kv.skip_zeroing(request, request.num_computed - found.num_external, request.num_computed)
         plan.external[request.id] = found.num_external
@@ -376,9 +410,14 @@ class Scheduler:
         return request.num_stale > 0 and not request.drops_stale
 
     def _finish_load(self, request: Request) -> None:
-        """What was loaded may be cached now; the last token of a prompt that came whole is computed again."""
+        """What was loaded may be cached now; the last token of a prompt that came whole is computed again. A load of which
+        nothing came leaves nothing behind."""
         self.arrived_loads.remove(request.id)
-        self.kv.cache(request, request.num_computed)
+        if request.id in self.failed_loads and request.num_computed == 0:
+            self.kv.free(request)
+        else:
+            self.kv.cache(request, request.num_computed)
+        self.failed_loads.discard(request.id)
         if self._replay_window:
             request.num_computed -= min(self._replay_window, request.num_computed)
         elif request.num_computed == len(request.tokens):
@@ -518,10 +557,13 @@ class Scheduler:
             self._drain_deferred()
         finished: list[str] = []
         new_tokens: dict[str, int] = {}
+        fallen_back = self._take_failures(plan) if plan.lost or self._lost else _NOBODY
         if self._plain:
-            self._update_plain(plan, finished, new_tokens)
+            self._update_plain(plan, fallen_back, finished, new_tokens)
         else:
-            self._update_with_drafts(plan, finished, new_tokens)
+            self._update_with_drafts(plan, fallen_back, finished, new_tokens)
+        if fallen_back and not self.recomputes_failed_loads:
+            finished = self._end_failed(fallen_back, plan, finished)
         if finished:
             self.running = [request for request in self.running if request.status == Status.RUNNING]
         for request_id in self.reported_loads:
@@ -532,12 +574,57 @@ class Scheduler:
         self.reported_loads.clear()
         return finished, new_tokens
 
-    def _update_plain(self, plan: Plan, finished: list[str], new_tokens: dict[str, int]) -> None:
+    def _take_failures(self, plan: Plan) -> Collection[Request]:
+        """Loads failed, and who needs what they should have brought computes it again, or fails. Returns the requests whose
+        output in this step is void, or all that fail. Raises FailedGroupsError."""
+        lost, self._lost = self._lost, {}
+        running: list[Request] = []
+        if len(self.kv.groups) > 1:
+            loading = self._fail_requests(lost)
+        else:
+            loading, running = self._fail_blocks(plan.lost.union(*lost.values()), plan)
+        if not self.recomputes_failed_loads:
+            return [*loading, *running]
+        self.failed_loads.update(request.id for request in loading)
+        return running
+
+    def _fail_requests(self, lost: Iterable[Request]) -> list[Request]:
+        """Of a load in several groups nothing counts."""
+        if not self.rules.loads_fail_by_request:
+            raise FailedGroupsError("blocks of several groups were reported as invalid")
+        loading = [request for request in lost if request.status == Status.LOADING]
+        if self.recomputes_failed_loads:
+            for request in loading:
+                request.num_computed = 0
+        return loading
+
+    def _fail_blocks(self, invalid: set[int], plan: Plan) -> tuple[list[Request], list[Request]]:
+        """Requests that load, and running ones, that hold these blocks. Keys of blocks to be computed again stay."""
+        block_size = self.kv.scheduler_block_size
+        waiting = [request for request in self.aside if request.status == Status.LOADING]
+        loading, _ = fall_back(waiting, invalid, block_size, plan.scheduled)
+        running, downstream = fall_back(self.running, invalid, block_size, plan.scheduled)
+        if not self.recomputes_failed_loads:
+            for block_id in downstream:
+                self.kv.pool.drop_keys(block_id)
+        return loading, running
+
+    def _end_failed(self, failed: Collection[Request], plan: Plan, finished: list[str]) -> list[str]:
+        """Requests end with an error. Returns all that end in this update, those without output last."""
+        for request in sorted(failed, key=lambda request: request.id):
+            self.abort(request.id)
+        ended = {*finished, *(request.id for request in failed)}
+        return [
+            *(request.id for request in plan.scheduled if request.id in ended),
+            *sorted(request.id for request in failed if request not in plan.scheduled),
+        ]
+
+    def _update_plain(self, plan: Plan, void: Collection[Request], finished: list[str], new_tokens: dict[str, int]) -> None:
         hash_block_size = self.kv.prefixes.hash_block_size
         max_model_len = self.engine.max_model_len
         for request in plan.scheduled:
             request.num_in_flight = 0
-            if request.status != Status.RUNNING or request.is_prefill_chunk:
+            if request.status != Status.RUNNING or request.is_prefill_chunk or request in void:
                 continue  # gone in between, or its prompt is not through yet
             tokens = request.tokens
             num_outputs = len(tokens) - request.num_prompt
@@ -549,14 +636,16 @@ class Scheduler:
                 finished.append(request.id)
                 self._finish(request)
 
-    def _update_with_drafts(self, plan: Plan, finished: list[str], new_tokens: dict[str, int]) -> None:
+    def _update_with_drafts(
+        self, plan: Plan, void: Collection[Request], finished: list[str], new_tokens: dict[str, int]
+    ) -> None:
         samples = set(plan.samples)
         for request, num_tokens in plan.scheduled.items():
             request.num_in_flight -= num_tokens
             is_stale = request.num_stale > 0
             if is_stale:
                 request.num_stale -= num_tokens
-            if request.status == Status.FINISHED or (is_stale and request.drops_stale):
+            if request in void or request.status == Status.FINISHED or (is_stale and request.drops_stale):
                 continue
             if request in samples:
                 self._process_output(request, plan, is_stale, finished, new_tokens)

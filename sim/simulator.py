@@ -31,6 +31,7 @@ from sim.scenario import (
     Add,
     AnyStep,
     LoadDone,
+    LoadFailed,
     Pause,
     ResetPrefixCache,
     Run,
@@ -123,6 +124,8 @@ class Simulator:
                 self.scheduler.paused = what
             case LoadDone(id=request_id):
                 self.scheduler.load_arrived(request_id)
+            case LoadFailed(id=request_id, from_block=from_block):
+                self.scheduler.load_failed(request_id, from_block, [plan for _, plan in self._in_flight])
             case _:
                 raise ScenarioError("$.steps", f"steps of type {type(step).__name__} are not modelled")
 
@@ -164,8 +167,11 @@ class Simulator:
         self._phase = "update"
         num_ended_loads = len(self.scheduler.ended_loads)
         arrived = list(self.scheduler.reported_loads)
+        lost = sorted(self.scheduler.blocks_lost_with(plan))
         finished, new_tokens = self.scheduler.update(plan)
-        record = Updated(step=number, finished=finished, new_tokens=new_tokens, arrived=arrived, events=self._events())
+        record = Updated(
+            step=number, finished=finished, new_tokens=new_tokens, arrived=arrived, lost=lost, events=self._events()
+        )
         if finished or len(self.scheduler.ended_loads) < num_ended_loads:
             record.tables = self._tables()
         self._add_state(record)

@@ -427,10 +427,10 @@ def _kv_transfer_config(scenario: Scenario) -> KVTransferConfig | None:
     if connector is None:
         return None
     extra = scripted.extra_config(scenario) if connector.name == scripted.NAME else connector.extra
-    return _transfer_config(connector.name, extra)
+    return _transfer_config(connector.name, extra, connector.load_failure)
 
 
-def _transfer_config(connector: str, extra: dict[str, Any]) -> KVTransferConfig:
+def _transfer_config(connector: str, extra: dict[str, Any], load_failure: Any = "fail") -> KVTransferConfig:
     if connector == scripted.NAME:
         connector = scripted.CLASS
     module_path, _, name = connector.rpartition(":")
@@ -439,6 +439,7 @@ def _transfer_config(connector: str, extra: dict[str, Any]) -> KVTransferConfig:
         kv_connector_module_path=module_path or None,
         kv_role="kv_both",
         kv_connector_extra_config=dict(extra),
+        kv_load_failure_policy=load_failure,
     )
 
 

@@ -46,11 +46,12 @@ class Recorder:
 
 
 class Watch:
-    """Notes what a connector is asked, and what it is granted, without changing either."""
+    """Notes what a connector is asked, and what it is granted, tables included, without changing either."""
 
     def __init__(self, connector: Any) -> None:
         self.asked: list[tuple[str, int, int | None]] = []
         self.external: dict[str, int] = {}
+        self.tables: dict[str, list[list[int]]] = {}
         ask, grant = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
 
         def get_num_new_matched_tokens(request: Any, num_computed_tokens: int) -> Any:
@@ -60,6 +61,8 @@ class Watch:
 
         def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> Any:
             self.external[request.request_id] = num_external_tokens
+            if num_external_tokens:
+                self.tables[request.request_id] = [list(table) for table in blocks.get_block_ids()]
             return grant(request, blocks, num_external_tokens)
 
         connector.get_num_new_matched_tokens = get_num_new_matched_tokens
@@ -69,3 +72,4 @@ class Watch:
         """Forgets what was noted: a new step begins."""
         self.asked = []
         self.external = {}
+        self.tables = {}

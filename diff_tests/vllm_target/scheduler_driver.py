@@ -12,12 +12,13 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from diff_tests.vllm_target import configs
 from diff_tests.vllm_target.defects import Defect
+from diff_tests.vllm_target.loads import Loads
 from diff_tests.vllm_target.metadata import selections
 from diff_tests.vllm_target.recording import Emit, Recorder, Stop, Watch
 from diff_tests.vllm_target.specs import Unsupported, layer_names
@@ -30,6 +31,7 @@ from sim.scenario import (
     Abort,
     Add,
     LoadDone,
+    LoadFailed,
     Pause,
     ResetPrefixCache,
     Run,
@@ -115,7 +117,7 @@ class SchedulerDriver:
         self._in_flight: deque[tuple[int, Any, dict[str, int]]] = deque()
         self._max_left_in_flight = 1 if scenario.engine.async_scheduling else 0
         self._num_verified: dict[Request, int] = {}
-        self._arrived: dict[str, None] = {}  # in order, also where vLLM has a set
+        self._loads = Loads(engine.scheduler)
 
     def start_record(self, release: str) -> Start:
         scenario = self._scenario
@@ -159,7 +161,9 @@ class SchedulerDriver:
             elif isinstance(step, Pause):
                 self._scheduler.set_pause_state(_PAUSE_STATES[step.what])
             elif isinstance(step, LoadDone):
-                self._load_done(step.id)
+                self._loads.arrive(step.id)
+            elif isinstance(step, LoadFailed):
+                self._loads.fail(step.id, step.from_block, [number for number, _, _ in self._in_flight])
             else:
                 self._out.fail("action", Unsupported(f"no connector here takes {type(step).__name__} steps"))
 
@@ -238,14 +242,6 @@ class SchedulerDriver:
             done = self._scheduler.reset_prefix_cache(reset_running_requests=running)
         self._acted(Acted(step=self._out.step, action="reset_prefix_cache", result="done" if done else "refused"))
 
-    def _load_done(self, request_id: str) -> None:
-        """The load will be reported with the next output. Without a load under way nothing happens."""
-        request = self._scheduler.requests.get(request_id)
-        if request is None or request_id in self._scheduler.finished_recving_kv_req_ids:
-            return
-        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS or request.is_finished():
-            self._arrived[request_id] = None
-
     def _acted(self, record: Acted) -> None:
         self._state.fill_in(record)
         self._out.emit(record)
@@ -260,6 +256,8 @@ class SchedulerDriver:
         with self._out.failing("schedule"):
             output = self._scheduler.schedule()
         record = self._scheduled_record(output)
+        if self._watch is not None:
+            self._loads.grant(record, self._watch.tables)
         self._state.fill_in(record)
         if self._worker is not None:
             metadata = output.kv_connector_metadata
@@ -326,24 +324,19 @@ class SchedulerDriver:
             req_ids=request_ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
             sampled_token_ids=sampled,
-            kv_connector_output=self._arrivals(),
         )
-
-    def _arrivals(self) -> KVConnectorOutput | None:
-        """The loads that the worker reports with this output."""
-        if not self._arrived:
-            return None
-        arrived, self._arrived = self._arrived, {}
-        return KVConnectorOutput(finished_recving=arrived)  # type: ignore[arg-type]  # vLLM only iterates over it
 
     def _update(self) -> None:
         """Processes the oldest output in flight."""
         number, output, samples = self._in_flight.popleft()
         requests = [self._requests[request_id] for request_id in output.num_scheduled_tokens]
         live = [(request, request.num_output_tokens) for request in requests if not request.is_finished()]
-        record = Updated(step=number, arrived=list(self._arrived))
+        record = Updated(step=number)
+        answer = self._model_output(samples)
+        answer.kv_connector_output = self._loads.report(record)
+        others = self._others(requests) if record.lost else []
         with self._out.failing("update"):
-            self._scheduler.update_from_output(output, self._model_output(samples))
+            self._scheduler.update_from_output(output, answer)
             self._hand_over_drafts(samples)
         for request, num_outputs in live:
             if request.num_output_tokens > num_outputs:
@@ -351,9 +344,16 @@ class SchedulerDriver:
                 self._names.extend(request)
             if request.is_finished():
                 record.finished.append(request.request_id)
+        record.finished += [request.request_id for request in others if request.is_finished()]
         record.events = self._state.events()
         self._state.fill_in(record)
         self._out.emit(record)
+
+    def _others(self, scheduled: list[Request]) -> list[Request]:
+        """Requests beside the scheduled ones that a failed load may end, by ID."""
+        requests = self._scheduler.requests
+        live = [requests[i] for i in sorted(requests) if not requests[i].is_finished()]
+        return [request for request in live if request not in scheduled]
 
     def _hand_over_drafts(self, samples: dict[str, int]) -> None:
         """A synchronous engine hands the next drafts over after the update; an asynchronous one counts with them."""

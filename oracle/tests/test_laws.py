@@ -382,6 +382,44 @@ def test_law_3_what_a_load_brings_is_there_once_it_has_arrived() -> None:
     assert {"load_missing", "key_wrong_tokens", "hit_wrong_tokens"} == set(causes(LOADED, history))
 
 
+FAILED = (
+    "[{add: {id: A, prompt: [[p, 33]], max_tokens: 2, external: 32, load: sync}}, "
+    "{add: {id: B, prompt: [[p, 32], [b, 3]], max_tokens: 2}}, "
+    "{schedule: 1}, {load_failed: {id: A, from_block: 1}}, {update: 1}, "
+)
+
+
+def _failing(steps: str, budget: int = 40) -> Scenario:
+    engine = f"{{blocks: 20, max_model_len: 64, max_num_batched_tokens: {budget}}}"
+    connector = "{name: scripted, load_failure: recompute}"
+    return scenario(engine, "[{kind: full, block: 8}]", f"{FAILED}{steps}]", connector)
+
+
+@pytest.mark.parametrize("budget", [16, 40])
+def test_law_3_what_failed_to_load_is_computed_before_it_is_read(budget: int) -> None:
+    case = _failing("{run: 20}", budget)
+    history = history_of(case)
+    assert scheduled(history, 2).scheduled["A"] == min(budget, 25)
+    assert verdicts(case, history) == []
+
+
+def test_law_3_who_shares_a_failed_load_must_not_read_too_early() -> None:
+    case = _failing("{run: 20}", 16)
+    history = history_of(case)
+    first = scheduled(history, 2)
+    assert first.scheduled == {"A": 16}
+    first.scheduled["B"] = 3
+    assert causes(case, history[: history.index(first) + 1]) == ["hit_wrong_tokens"]
+
+
+def test_law_3_keys_of_a_failed_load_must_not_outlive_its_request() -> None:
+    """As vLLM lets them: A is gone before it has computed what its blocks' keys promise."""
+    case = _failing("{abort: A}, {abort: B}, {add: {id: C, prompt: [[p, 33]], max_tokens: 2}}, {run: 20}")
+    history = history_of(case)
+    assert scheduled(history, 2).hits == {"C": 32}
+    assert causes(case, history) == ["hit_wrong_tokens"]
+
+
 # ----------------------------------------------------------------------------------------------------------------- law 4
 
 

@@ -70,6 +70,8 @@ def test_writes_defaults_out_of_sight_and_steps_on_one_line():
         ("about: two groups", "about: two groups\nabot: x", "$.abot"),
         ("about: two groups", "about: a\nabout: b", "$"),
         ("[[sys, 20], [a, 4, 6]]", "[[sys, 20]", "$"),
+        ("step: 3", "schedule: 2", "$.steps[1].schedule"),
+        ("step: 3", "load_failed: {id: A}", "$.steps[1].load_failed"),
         ("step: 3", "direct: {id: D, num_tokens: 4, local: 0, tables: [[1], [2]]}", "$.steps[1]"),
     ],
 )
