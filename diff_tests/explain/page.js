@@ -454,11 +454,15 @@
       ` ${place}, block${run.length > 1 ? "s" : ""} ${block === 0 ? "null" : span(block, end[1])}${origin ? ` (${origin})` : ""}: ${words}`);
   }
 
+  let nowLink = null;
+  const linkOf = new Map();
   function showTimeline() {
-    for (const link of byId("timeline").querySelectorAll("a")) link.classList.toggle("now", link.dataset.step === String(chosen.step));
-    const now = byId("timeline").querySelector("a.now");
+    if (nowLink) nowLink.classList.remove("now");
+    nowLink = linkOf.get(chosen.step) || null;
+    if (!nowLink) return;
+    nowLink.classList.add("now");
     const box = byId("steps");
-    if (now && (now.offsetTop < box.scrollTop || now.offsetTop > box.scrollTop + box.clientHeight - 40)) box.scrollTop = now.offsetTop - box.clientHeight / 2;
+    if (nowLink.offsetTop < box.scrollTop + 40 || nowLink.offsetTop > box.scrollTop + box.clientHeight - 40) box.scrollTop = nowLink.offsetTop - box.clientHeight / 2;
   }
 
   /** Takes a new block or step and shows it everywhere. */
@@ -468,9 +472,9 @@
     scrollIntoView();
     draw();
     showBlock();
+    if (isNewStep) showTimeline();
     if (isNewStep) showStep();
     else for (const chip of byId("tables").querySelectorAll(".chip")) chip.classList.toggle("chosen", chip.textContent === String(chosen.block));
-    if (isNewStep) showTimeline();
     shownStep = chosen.step;
     history.replaceState(null, "", `#step-${chosen.step}${chosen.block === null ? "" : `-block-${chosen.block}`}`);
   }
@@ -496,8 +500,12 @@
   function fill() {
     byId("request").append(make("option", { value: -1, text: "all" }), ...data.requests.map((name, index) => make("option", { value: index, text: name })));
     byId("group").append(make("option", { value: -1, text: "all" }), ...data.groups.map(({ kind }, index) => make("option", { value: index, text: `${index} ${kind}` })));
-    byId("timeline").append(...data.steps.map((step) => make("li", {}, make("a", { href: `#step-${step}`, "data-step": step, class: step === data.focus.step ? "focus" : undefined },
-      make("b", { text: step }), make("span", { text: data.timeline[step] || "nothing" })))));
+    for (const step of data.steps) {
+      const link = make("a", { href: `#step-${step}`, class: step === data.focus.step ? "focus" : undefined },
+        make("b", { text: step }), make("span", { text: data.timeline[step] || "nothing" }));
+      linkOf.set(step, link);
+      byId("timeline").append(make("li", {}, link));
+    }
     const shades = (state) => `linear-gradient(90deg, ${HUES.slice(0, 3).map((_, i) => css(hsl(i, state))).join(", ")})`;
     const coloured = (colour, words) => make("span", {}, Object.assign(make("i"), { style: `background:${colour}` }), words);
     const swatch = (state, words) => coloured(state === UNUSED || state === FREE ? css(hsl(0, state)) : shades(state), words);
