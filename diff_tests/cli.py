@@ -296,7 +296,7 @@ def _exhaustive(plan: Plan, rules: Rules, kinds: tuple[str, ...] | None) -> Plan
     epilog="kvoracle explain case.yaml\nkvoracle explain kvoracle-runs/my-run --html story.html\n"
     "kvoracle explain case.yaml --actual 'B:0=[1, 2, 104]'\nkvoracle explain case.yaml --model-only --request B"
 )
-@click.argument("path", metavar="SCENARIO|FAILURE", type=click.Path(path_type=Path))
+@click.argument("path", metavar="SCENARIO|FAILURE|TRACE", type=click.Path(path_type=Path))
 @click.option(
     "--vllm",
     metavar="TARGET",
@@ -341,6 +341,8 @@ def explain(
 ) -> int:
     """Say what went wrong, and why, in one screen.
 
+    Takes a scenario; a failure or a run folder of `fuzz`; or what the probe recorded of a live server.
+
     The headline names request, group, position and block. Then, position by position, each block of the table: what it
     holds, where it came from (fresh, evicted from whom, shared with whom, a copy, null), and whether it was expected,
     selected, received and written; the steps around it; why the lookup in the prefix cache ended where it did; and the
@@ -373,14 +375,26 @@ def explain(
     return FINDINGS if case.outcome.verdict == "different" else OK
 
 
+def _trace_to_explain(path: Path) -> Case:
+    from diff_tests.explain.source import trace_case
+    from diff_tests.live.check import check_trace
+    from diff_tests.live.trace import read_trace
+
+    trace = _trace_errors(lambda: read_trace([path]))
+    checked = _trace_errors(lambda: check_trace(trace))
+    return trace_case(checked, f"Trace {path.name}, vLLM {trace.start.vllm}; {trace.start.connector.name}")
+
+
 def _case_to_explain(
     path: Path, vllm: str | None, connector: str | None, as_release: str | None, model_only: bool, history: Path | None
 ) -> Case:
     """What the options of `explain` ask for: a prediction, a recorded history, a saved one, or a run."""
-    from diff_tests.explain.source import failure_in, history_case, predicted_case, recorded_case, saved_case
+    from diff_tests.explain.source import failure_in, history_case, is_trace, predicted_case, recorded_case, saved_case
     from diff_tests.failures import load_failure
     from diff_tests.loading import is_failure
 
+    if _reading(path, is_trace):
+        return _trace_to_explain(path)
     path = _reading(path, failure_in)
     value = _load(path)
     if model_only:

@@ -27,6 +27,8 @@ NOTHING = "nothing"
 
 MOST_REQUESTS = 4
 """Requests whose tables are shown where none stands out."""
+MOST_LISTED = 8
+"""Requests named in a hint."""
 
 
 class Moment(NamedTuple):
@@ -91,14 +93,19 @@ class _Explainer:
             return step
         if self.finding is not None and self.finding.step is not None and request in (None, self.finding.request):
             return max((n for n in self.story.steps if n <= (self.finding.step or 0)), default=0)
-        admission = self.story.admission(request, self.story.last_step) if request is not None else None
-        return admission.number if admission is not None else self.story.last_step
+        if request is not None:
+            admission = self.story.admission(request, self.story.last_step)
+            return admission.number if admission is not None else self.story.last_step
+        granted = [n for n, step in self.story.steps.items() if step.record is not None and step.record.hits]
+        return granted[-1] if granted else self.story.last_step
 
     def _concerned(self) -> list[str]:
         """The finding's request, and the others that it is about; without one those that hold the blocks it names."""
         finding = self.finding
         if finding is None:
-            return self.story.requests[:MOST_REQUESTS]
+            record = self.story.steps[self.step].record
+            granted = list(record.hits) if record is not None else []
+            return (granted or list(self.story.steps[self.step].tables))[: MOST_REQUESTS // 2]
         found = [finding.request] if finding.request in self.story.requests else []
         if finding.law in (1, 2, 3, 6) or not found:
             blocks = finding.observed if isinstance(finding.observed, list) else [finding.observed]
@@ -127,7 +134,7 @@ class _Explainer:
             timeline=[self._moment(step) for step in self.story.steps.values() if step.record is not None or step.notes],
             tables=tables,
             lookups=self._lookups(),
-            notes=[*self.outcome.notes, *self._end_notes()],
+            notes=[*self.outcome.notes, *self._end_notes(), *self._hints()],
         )
 
     def _decided_by(self) -> list[tuple[str, str, str]]:
@@ -142,6 +149,12 @@ class _Explainer:
     def _end_notes(self) -> list[str]:
         end = self.story.end
         return [f"ended by {end.type}: {end.message}"] if end is not None else []
+
+    def _hints(self) -> list[str]:
+        others = [name for name in self.story.requests if name not in self.requests]
+        if self.finding is not None or not others:
+            return []
+        return [f"--request and --step look elsewhere; there is also {names(others, MOST_LISTED)}"]
 
     def _lookups(self) -> list[Lookup]:
         found = []

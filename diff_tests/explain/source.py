@@ -1,17 +1,23 @@
-"""What is explained: a scenario, a saved failure, or a history that somebody recorded. Runs nothing but the model."""
+"""What is explained: a scenario, a saved failure, a recorded history or trace. Runs nothing but the model."""
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from msgspec.structs import replace
 
 from diff_tests.failures import SavedFailure, load_failure
 from diff_tests.loading import is_failure
 from diff_tests.run import Judged, Outcome, judge_run, predict, verdict_of
 from oracle.known_issues import load as load_issues
-from sim.history import History, Start, from_lines
+from sim.history import STATE_FIELDS, Acted, History, Scheduled, Start, StateRecord, Updated, from_lines
 from sim.releases import NEWEST, RELEASES, Rules, rules_of
 from sim.scenario import Scenario, ScenarioError
+
+if TYPE_CHECKING:
+    from diff_tests.live.check import Checked
 
 
 class Case(NamedTuple):
@@ -65,6 +71,44 @@ def saved_case(failure: SavedFailure, path: Path) -> Case | None:
     judged = [Judged(s.finding, issues.get(s.issue) if s.issue else None) for s in failure.smallest_findings]
     outcome = Outcome(scenario, verdict_of(judged), observed, case.outcome.predicted, judged, case.outcome.notes)
     return case._replace(outcome=outcome)
+
+
+def trace_case(checked: Checked, title: str) -> Case:
+    """What the probe recorded of a live server, as it was judged. What a trace cannot see, the prefix cache and the free
+    queue, is the model's word for as long as it could follow."""
+    rebuilt = checked.rebuilt
+    notes = list(checked.notes)
+    if checked.num_followed < checked.num_steps:
+        why = f": {checked.gap}" if checked.gap else ""
+        notes.append(f"the model followed {checked.num_followed} of {checked.num_steps} steps{why}")
+    observed = _seen_with(rebuilt.history, checked.predicted, checked.num_followed)
+    outcome = Outcome(rebuilt.scenario, checked.verdict, observed, checked.predicted or None, checked.findings, notes)
+    return Case(outcome, rebuilt.geometry.rules, title)
+
+
+def _seen_with(observed: History, predicted: History, num_followed: int) -> History:
+    """The observed records with the model's state behind the tables, through the steps that it followed."""
+    seen: History = []
+    for record, foreseen in zip_longest(observed, predicted[: len(observed)]):
+        if isinstance(record, Start) and isinstance(foreseen, Start):
+            sees = tuple(dict.fromkeys([*record.sees, *foreseen.sees]))
+            record = replace(record, sees=sees, **_hidden_state(foreseen))
+        elif isinstance(foreseen, (Scheduled, Updated, Acted)) and foreseen.step <= num_followed:
+            record = replace(record, **_hidden_state(foreseen))
+        seen.append(record)
+    return seen
+
+
+def _hidden_state(record: StateRecord) -> dict[str, Any]:
+    return {field: getattr(record, field) for field in STATE_FIELDS if field != "tables"}
+
+
+def is_trace(path: Path) -> bool:
+    """Whether a path is what the probe wrote: its folder, or a file of it. Raises OSError."""
+    if path.is_dir():
+        return next(path.rglob("case-*.json"), None) is None and next(path.glob("*.jsonl"), None) is not None
+    with path.open("rb") as file:
+        return file.read(6).replace(b" ", b"").startswith(b'{"t":')
 
 
 def failure_in(path: Path) -> Path:

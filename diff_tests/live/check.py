@@ -17,7 +17,7 @@ from oracle.compare import compare
 from oracle.findings import Finding
 from oracle.laws import judge
 from sim.follow import Observed
-from sim.history import Scheduled
+from sim.history import History, Scheduled
 from sim.scenario import ScenarioError
 from sim.simulator import Simulator
 
@@ -27,7 +27,7 @@ _CONNECTOR_LAWS = (4, 5, 6)
 @dataclass
 class Checked:
     """What a trace showed. num_followed: steps through which the model followed; gap: why not further, or None.
-    places: the line of the trace that a step came from."""
+    predicted: what it said meanwhile. places: the line of the trace that a step came from."""
 
     rebuilt: Rebuilt
     findings: list[Judged]
@@ -36,6 +36,7 @@ class Checked:
     gap: str | None
     notes: list[str] = field(default_factory=list)
     places: dict[int, str] = field(default_factory=dict)
+    predicted: History = field(default_factory=list)
 
     @property
     def verdict(self) -> Verdict:
@@ -50,7 +51,7 @@ def check_trace(trace: Trace) -> Checked:
     """Follows and judges a trace as far as it goes. Raises TraceError."""
     rebuilt = rebuild(trace)
     findings: list[Finding] = []
-    divergence, num_followed, gap = _follow(rebuilt)
+    predicted, divergence, num_followed, gap = _follow(rebuilt)
     if divergence is not None:
         findings.append(divergence)
     broken = judge(rebuilt.scenario, rebuilt.history, rebuilt.geometry.rules, rebuilt.contract)
@@ -71,14 +72,15 @@ def check_trace(trace: Trace) -> Checked:
         gap=gap,
         notes=_notes(trace, rebuilt),
         places=places,
+        predicted=predicted,
     )
 
 
 # ------------------------------------------------------------------------------------------------------------- the model
 
 
-def _follow(rebuilt: Rebuilt) -> tuple[Finding | None, int, str | None]:
-    """(first divergence, steps followed, what ended it if not the trace)."""
+def _follow(rebuilt: Rebuilt) -> tuple[History, Finding | None, int, str | None]:
+    """(what the model says, first divergence, steps followed, what ended it if not the trace)."""
     gaps = sorted(rebuilt.gaps)
     observed = rebuilt.history
     if gaps:
@@ -87,15 +89,15 @@ def _follow(rebuilt: Rebuilt) -> tuple[Finding | None, int, str | None]:
     reason = "; ".join(dict.fromkeys(text for step, text in gaps if step == gaps[0][0])) if gaps else None
     steps = [record for record in observed if isinstance(record, Scheduled)]
     if not steps:
-        return None, 0, reason
+        return [], None, 0, reason
     try:
         simulator = Simulator(rebuilt.scenario, rebuilt.geometry.rules, observed=_observed(rebuilt, steps))
     except ScenarioError as error:
-        return None, 0, f"not modelled: {error.reason}"
+        return [], None, 0, f"not modelled: {error.reason}"
     predicted = [record for _ in observed if (record := simulator.step()) is not None]
     divergence = compare(predicted, observed)
     num_followed = len(steps) if divergence is None else max((divergence.step or 1) - 1, 0)
-    return divergence, num_followed, reason
+    return predicted, divergence, num_followed, reason
 
 
 def _observed(rebuilt: Rebuilt, steps: list[Scheduled]) -> Observed:

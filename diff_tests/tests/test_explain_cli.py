@@ -7,14 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from diff_tests import cli
 from diff_tests.campaign import Campaign, Plan, prepare_folder
 from diff_tests.corpus import CORPUS
+from diff_tests.explain.source import trace_case
 from diff_tests.failures import failure_of, load_failure, save
+from diff_tests.live.check import Checked
+from diff_tests.live.geometry import Geometry
+from diff_tests.live.rebuild import Rebuilt
 from diff_tests.tests.conftest import started
 from diff_tests.tests.explain_cases import prefix_outcome
-from oracle.tests.histories import history_of
+from oracle.contracts import contract_for
+from oracle.tests.histories import RULES, history_of
 from sim.history import to_lines
 from sim.releases import NEWEST
 from sim.scenario import dump, load, plain
@@ -106,6 +112,54 @@ def load_scenario_of(folder: Path) -> Any:
     """The prefix case as a bare scenario in a file."""
     (folder / "case.yaml").write_text(dump(prefix_outcome().scenario), encoding="utf-8")
     return load(folder / "case.yaml")
+
+
+def _checked_trace(num_followed: int) -> Checked:
+    """The prefix bug as the probe sees it: tables and what was selected and received, but nothing of the pool."""
+    outcome = prefix_outcome()
+    hidden = {"free": None, "refs": None, "keys": None, "deferred": None}
+    observed = [replace(record, **hidden) for record in outcome.observed]
+    observed[0] = replace(observed[0], source="trace", sees=("tables",))
+    scenario = outcome.scenario
+    assert scenario.connector is not None
+    geometry = Geometry(RULES, scenario.engine, scenario.groups, scenario.connector, [])
+    rebuilt = Rebuilt(scenario, observed, [], geometry, contract_for(scenario, RULES))
+    gap = None if num_followed == 10 else "a reason"
+    assert outcome.predicted is not None
+    return Checked(rebuilt, outcome.findings, 10, num_followed, gap, predicted=outcome.predicted)
+
+
+@pytest.mark.parametrize("num_followed", [10, 2])
+def test_a_trace_is_explained_with_the_models_word_for_what_it_cannot_see(
+    num_followed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"t": "start"}\n', encoding="utf-8")
+    checked = _checked_trace(num_followed)
+    monkeypatch.setattr(cli, "_trace_to_explain", lambda path: trace_case(checked, f"Trace {path.name}"))
+    code, document = _json(capsys, trace)
+    assert code == 1
+    assert document["headline"].startswith(
+        "Step 3, request B, group 0 (full): the connector overwrote block 1 (position 0)"
+    )
+    if num_followed == 10:
+        assert document["lookups"][0]["words"] == "1616 of 1621 tokens are hit"
+        assert document["notes"] == []
+    else:
+        assert document["notes"] == ["the model followed 2 of 10 steps: a reason"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [('{"t": "start"}\n', "trace.jsonl"), ('{"t": "sta', "no trace of a scheduler here")],
+)
+def test_a_broken_trace_is_one_message(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "trace.jsonl").write_text(text, encoding="utf-8")
+    for path in (tmp_path, tmp_path / "trace.jsonl"):
+        assert cli.run_cli(["explain", str(path)]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert "Traceback" not in error
 
 
 def test_a_pasted_list(no_vllm: None, capsys: pytest.CaptureFixture[str]):
