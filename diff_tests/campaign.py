@@ -1,18 +1,23 @@
 """A campaign: many generated cases through both sides, every failure saved, one of each fault made small.
 
-One child process serves the whole campaign and always has a case queued, so that parent and child work at the same time.
-What is found is on disk at once: Ctrl-C, a dead child or a full time budget lose nothing.
+Each job is a child process that runs and judges its share of the cases and reports what is worth more than a count. What is
+found is on disk at once, and what has been done every few seconds: Ctrl-C, a dead child, a full time budget or a machine
+that goes away lose nothing, and `resume` goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import queue
 import shlex
+import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -20,30 +25,36 @@ from msgspec.structs import replace
 from diff_tests.corpus import fault_slug
 from diff_tests.coverage import Coverage
 from diff_tests.exhaustive import Scope
-from diff_tests.failures import failure_of, load_failure, save, saved_findings
-from diff_tests.generate import FEATURES, SeededChooser, case_seed, generate
+from diff_tests.failures import SavedFailure, load_failure, save, saved_findings
+from diff_tests.generate import FEATURES
+from diff_tests.progress import State, load_state, save_state
 from diff_tests.reduce import reduce
-from diff_tests.run import Outcome, explain_known, judge_run, run_on, verdict_of
-from diff_tests.vllm_target.target import Target, TargetInfo
+from diff_tests.run import Outcome, run_on
+from diff_tests.shard import CaseReport, Cases, Sample, Shard, compare_repeat, report_of
+from diff_tests.vllm_target import wire
+from diff_tests.vllm_target.target import Alone, CasesMessage, Target, TargetInfo
 from oracle.findings import Fault, Finding
 from sim.history import History
-from sim.releases import Rules
 from sim.scenario import Scenario, dump, plain
 
-REPEAT_EVERY = 50
-"""Each so many cases one runs twice, for law 10; as many again run once more in another process at the end."""
+CASES_PER_SHARE = 32
+"""Cases that a job takes at a time."""
 SAMPLE_FOR_OTHER_PROCESS = 20
 CASES_FOR_OTHER_PROCESS = 1000
-SUMMARY = "summary.json"
+"""As many repeated cases of a campaign of this length run once more in another process at the end."""
 HISTORIES_PER_FAULT = 200
 """Failures of one fault that are saved with both histories; later ones are saved without, they can be run again."""
+MOST_RESIDENT_BYTES = 3 << 30
+"""A child that has grown beyond this is replaced."""
+SECONDS_BETWEEN_STATES = 5.0
 
 
 @dataclass(frozen=True)
 class Plan:
     """What to do. `vllm` and `connector` as the target takes them. Either `cases` or `seconds` bounds it; both may.
 
-    scope: its cases in its order instead of generated ones; `seed` and `features` then decide nothing.
+    kinds: the exhaustive scope over these kinds instead of generated cases; `seed` and `features` then decide nothing.
+    jobs: child processes. resume: go on where the state in the folder says.
     """
 
     seed: int
@@ -55,13 +66,14 @@ class Plan:
     seconds: float | None = None
     features: tuple[str, ...] = tuple(FEATURES)
     max_reduce_seconds: float = 20.0
-    scope: Scope | None = None
+    kinds: tuple[str, ...] | None = None
+    jobs: int = 1
+    resume: bool = False
 
-    def case(self, index: int, rules: Rules) -> Scenario:
-        """The index-th case."""
-        if self.scope is not None:
-            return self.scope.case(index)
-        return generate(SeededChooser(case_seed(self.seed, index)), rules, self.features)
+    @property
+    def source(self) -> Cases:
+        """Which cases."""
+        return Cases(self.seed, self.features, self.kinds)
 
 
 @dataclass
@@ -80,10 +92,16 @@ class FaultReport:
     num_cases: int = 0
     reduced_path: Path | None = None
 
+    @property
+    def order(self) -> tuple[bool, int]:
+        """A case of the real scheduler says more than one with hand-made tables, an early one is found again sooner."""
+        return self.driver == "direct", self.first_case
+
 
 @dataclass
 class Summary:
-    """What a campaign did and found. `lost`: cases that a dying child took with it and that passed when run again."""
+    """What a campaign did and found. `lost`: cases that a dying child took with it and that passed when run again;
+    `unsaved`: failures that could not be written, with the reason."""
 
     plan: Plan
     info: TargetInfo
@@ -94,6 +112,7 @@ class Summary:
     interrupted: bool = False
     faults: dict[Fault, FaultReport] = field(default_factory=dict)
     known: Counter[str] = field(default_factory=Counter)
+    unsaved: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.coverage = Coverage(self.info.rules)
@@ -101,6 +120,11 @@ class Summary:
     @property
     def verdict(self) -> str:
         return "fail" if self.faults else "pass"
+
+    @property
+    def scope_size(self) -> int | None:
+        """Cases of the exhaustive scope; None for generated cases."""
+        return None if self.plan.kinds is None else len(Scope(self.info.rules, self.plan.kinds))
 
     def document(self) -> dict[str, Any]:
         """The JSON document of `fuzz --json`."""
@@ -118,155 +142,152 @@ class Summary:
             "verdict": self.verdict,
             "target": {"vllm": self.info.version, "connector": self.info.connector},
             "seed": self.plan.seed,
+            "jobs": self.plan.jobs,
             "cases": self.num_cases,
             "seconds": round(self.seconds, 3),
             "interrupted": self.interrupted,
             "lost": self.lost,
+            "unsaved": dict(self.unsaved),
             "findings": findings,
             "known": dict(self.known),
             "coverage": dict(self.coverage.counts),
             "kinds": self.coverage.kinds_document(),
             "refusals": dict(self.coverage.refusals),
-            "scope": None if self.plan.scope is None else {"cases": len(self.plan.scope), "covered": self.num_cases},
+            "scope": None if (size := self.scope_size) is None else {"cases": size, "covered": self.num_cases},
             "folder": str(self.plan.folder),
         }
 
 
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def prepare_folder(folder: Path) -> None:
-    """Makes the run folder and proves that it can be written. What an earlier run left in it goes: failures of two runs
-    must not mix. Raises OSError."""
+    """Makes the run folder and proves that it can be written. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    probe = folder / ".writable"
+    probe = folder / f".writable-{os.getpid()}"
     probe.write_bytes(b"")
     probe.unlink()
-    if (folder / SUMMARY).exists():
-        for old in (*folder.glob("failures/case-*.json"), *folder.glob("faults/*.yaml"), folder / SUMMARY):
-            old.unlink()
 
 
 class Campaign:
-    """One campaign on a started target."""
+    """One campaign on a started target, which is the first job; the others are its siblings.
+
+    Files in the run folder are named by seed, so that campaigns may share a folder. Raises FolderInUse and what reading a
+    state raises.
+    """
 
     def __init__(self, plan: Plan, target: Target, info: TargetInfo) -> None:
         self.plan = plan
         self.target = target
         self.rules = info.rules
         self.summary = Summary(plan, info)
-        self._pending: deque[tuple[int, bool]] = deque()
-        self._first_run: History = []
-        self._sample: list[tuple[int, Scenario, History]] = []
-        self._lost_before = target.lost
+        self._source = plan.source
+        self._shares = Shares(plan.cases)
+        self._own = Shard(self._source, self.rules, target.run)  # judges what was run apart
+        self._sample: dict[int, History] = {}
+        self._seconds_before = 0.0
+        self._saved_at = 0.0
+        if plan.resume:
+            self._restore(load_state(plan.folder, plan.seed))
+        else:
+            self._clear()
 
     def run(self, on_progress: Callable[[Summary], None] = lambda summary: None) -> Summary:
         """Runs to the bound, or until Ctrl-C, then reduces one case of each fault."""
         started = time.monotonic()
+        deadline = None if self.plan.seconds is None else started + self.plan.seconds
+        crew = Crew(self.target, self._source, self._shares, self.plan.jobs, deadline)
         try:
-            for scenario, history in self.target.run_many(self._cases(started)):
-                self._take(scenario, history)
-                self.summary.seconds = time.monotonic() - started
+            for result in crew.results():
+                for message in result.messages:
+                    self._take(message)
+                self._shares.finish(result.share)
+                self.summary.seconds = self._seconds_before + time.monotonic() - started
+                self.summary.lost = crew.lost
+                self._save_state_now_and_then()
                 on_progress(self.summary)
             self._repeat_in_another_process()
             self._reduce_faults()
         except KeyboardInterrupt:
             self.summary.interrupted = True
         finally:
-            self.summary.lost = self.target.lost - self._lost_before
-            self._write_summary()
+            crew.close()
+            self._save(self._write_summary)
         return self.summary
 
-    # -- cases ---------------------------------------------------------------------------------------------------------
+    # -- what the jobs send --------------------------------------------------------------------------------------------
 
-    def _cases(self, started: float) -> Iterator[Scenario]:
-        """The cases in order; one in REPEAT_EVERY twice."""
-        plan = self.plan
-        case = 0
-        while plan.cases is None or case < plan.cases:
-            if plan.seconds is not None and time.monotonic() - started >= plan.seconds:
-                return
-            scenario = plan.case(case, self.rules)
-            self._pending.append((case, False))
-            yield scenario
-            if case % REPEAT_EVERY == REPEAT_EVERY - 1 and _is_repeatable(scenario):
-                self._pending.append((case, True))
-                yield scenario
-            case += 1
+    def _take(self, message: CasesMessage) -> None:
+        summary = self.summary
+        if isinstance(message, wire.CasesNews):
+            if isinstance(message.news, Sample):
+                self._sample[message.news.index] = message.news.history
+            else:
+                self._record(message.news)
+        elif isinstance(message, wire.CasesDone):
+            summary.num_cases += message.num_cases
+            summary.coverage.restore(message.coverage)
+            summary.known.update(message.known)
+        elif isinstance(message, Alone):
+            self._take_alone(message)
+        if len(self._sample) > SAMPLE_FOR_OTHER_PROCESS:
+            del self._sample[max(self._sample)]
 
-    def _take(self, scenario: Scenario, history: History) -> None:
-        """Judges one history that came back."""
-        scenario = self.target.effective(scenario)
-        case, is_repeat = self._pending.popleft()
-        if is_repeat:
-            self._compare_repeat(case, scenario, self._first_run, history, "the same process")
-            return
-        if case % REPEAT_EVERY == REPEAT_EVERY - 1:
-            self._first_run = history
-            if _is_repeatable(scenario) and len(self._sample) < SAMPLE_FOR_OTHER_PROCESS:
-                self._sample.append((case, scenario, history))
+    def _take_alone(self, alone: Alone) -> None:
+        outcome = self._own.judge(alone.scenario, alone.history)
         self.summary.num_cases += 1
-        self.summary.coverage.add(scenario, history)
-        self._record(case, judge_run(scenario, history, self.rules))
-
-    def _compare_repeat(self, case: int, scenario: Scenario, first: History, second: History, where: str) -> None:
-        """Law 10: the same scenario gives the same history twice."""
-        if first == second:
-            return
-        step = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(first))
-        finding = Finding(
-            kind="schedule",
-            law=10,
-            cause="not_repeatable",
-            step=getattr(second[min(step, len(second) - 1)], "step", 0),
-            message=f"the same scenario, run again in {where}, gave another history from record {step} on",
-        )
-        judged = explain_known([finding], scenario, self.rules)
-        self._record(case, Outcome(scenario, verdict_of(judged), second, first, judged))
+        self.summary.coverage.merge(self._own.coverage)
+        self.summary.known.update(self._own.num_known)
+        self._own.coverage, self._own.num_known = Coverage(self.rules), Counter()
+        if outcome.new_findings:
+            self._record(report_of(alone.index, outcome))
 
     def _repeat_in_another_process(self) -> None:
-        """Law 10 across processes, where the campaign is long enough to be worth a second start of vLLM."""
+        """Law 10 across processes, where the campaign is long enough to be worth it."""
         if self.summary.num_cases < CASES_FOR_OTHER_PROCESS or not self._sample:
             return
-        with Target(self.plan.vllm, self.plan.connector, as_release=self.plan.as_release) as other:
-            for case, scenario, history in self._sample:
-                self._compare_repeat(case, scenario, history, other.run(scenario), "another process")
+        with self.target.sibling() as other:
+            for index, history in sorted(self._sample.items()):
+                scenario = self._source.case(index, self.rules)
+                again = other.run(scenario)
+                effective = self.target.effective(scenario)
+                if (differs := compare_repeat(effective, history, again, "another process", self.rules)) is not None:
+                    self._record(report_of(index, differs, repeat=True))
 
     # -- findings ------------------------------------------------------------------------------------------------------
 
-    def _record(self, case: int, outcome: Outcome) -> None:
-        """Counts the findings of one case, and saves it if there is a new one."""
-        for judged in outcome.findings:
-            if judged.issue is not None:
-                self.summary.known[judged.issue.id] += 1
-        by_fault = {finding.fault: finding for finding in reversed(outcome.new_findings)}
-        if not by_fault:
-            return
-        path = self.plan.folder / "failures" / f"case-{case:06d}.json"
-        for fault, finding in by_fault.items():
-            self._count(FaultReport(fault, finding, case, path, outcome.scenario.driver, self.repeat_command(path)))
-        self._save_failure(case, outcome, path)
-
-    def _count(self, report: FaultReport) -> None:
-        """Adds a case to its fault. A case of the real scheduler says more than one with hand-made tables: the first
-        of those stands for the fault where there is one."""
-        known = self.summary.faults.get(report.fault)
-        if known is not None:
-            report.num_cases = known.num_cases
-        if known is None or (known.driver, report.driver) == ("direct", "scheduler"):
-            self.summary.faults[report.fault] = known = report
-        known.num_cases += 1
-
-    def _save_failure(self, case: int, outcome: Outcome, path: Path) -> None:
-        info = self.summary.info
-        failure = failure_of(
-            outcome,
-            vllm=info.vllm,
+    def _record(self, report: CaseReport) -> None:
+        """Counts and saves a case with new findings."""
+        scenario = self.target.effective(self._source.case(report.index, self.rules))
+        suffix = "-repeat" if report.repeat else ""
+        path = self.plan.folder / "failures" / f"case-{self.plan.seed}-{report.index:06d}{suffix}.json"
+        new = [saved.finding for saved in report.findings if saved.issue is None]
+        for fault, finding in {finding.fault: finding for finding in reversed(new)}.items():
+            self._count(FaultReport(fault, finding, report.index, path, scenario.driver, self.repeat_command(path)))
+        rare = min(self.summary.faults[finding.fault].num_cases for finding in new) <= HISTORIES_PER_FAULT
+        failure = SavedFailure(
+            kvoracle_failure=1,
+            vllm=self.summary.info.vllm,
             release=self.rules.release,
             connector=self.plan.connector,
             seed=self.plan.seed,
-            case=case,
+            case=report.index,
+            findings=report.findings,
+            scenario=plain(scenario),
+            predicted=report.predicted if rare else None,
+            observed=report.observed if rare else None,
         )
-        if min(self.summary.faults[f.fault].num_cases for f in outcome.new_findings) > HISTORIES_PER_FAULT:
-            failure.predicted = failure.observed = None
-        save(failure, path)
+        self._save(lambda: save(failure, path))
+
+    def _count(self, report: FaultReport) -> None:
+        """Adds a case to its fault, for which the first case in `order` stands, whichever job found it first."""
+        known = self.summary.faults.get(report.fault)
+        report.num_cases = known.num_cases if known is not None else 0
+        if known is None or report.order < known.order:
+            self.summary.faults[report.fault] = known = report
+        known.num_cases += 1
 
     def repeat_command(self, path: Path) -> str:
         """The one command that shows the failure again."""
@@ -279,28 +300,39 @@ class Campaign:
             words += ["--as", self.plan.as_release]
         return shlex.join(words)
 
+    def _save(self, write: Callable[[], None]) -> None:
+        """Writes, if the disk lets us: what was found stays in the summary all the same."""
+        try:
+            write()
+        except OSError as error:
+            self.summary.unsaved[error.strerror or str(error)] += 1
+
     # -- reduction -----------------------------------------------------------------------------------------------------
 
     def _reduce_faults(self) -> None:
         """The first case of each fault, made small and written as readable YAML."""
         for report in self.summary.faults.values():
-            if report.fault[1] == 10:
-                continue  # what differs between two runs cannot be asked of one run
-            self._reduce_fault(report)
+            # What differs between two runs, or grows with a process, cannot be asked of one run.
+            if report.fault.law != 10 and report.fault.cause != "memory_leaked" and report.reduced_path is None:
+                self._reduce_fault(report)
 
     def _reduce_fault(self, report: FaultReport) -> None:
         reduction = reduce(
-            self.plan.case(report.first_case, self.rules),
+            self._source.case(report.first_case, self.rules),
             lambda candidate: self._shows(candidate, report.fault),
             max_seconds=self.plan.max_reduce_seconds,
         )
         outcome = self._run_once(reduction.scenario)
         shown = next(finding for finding in outcome.new_findings if finding.fault == report.fault)
         small = replace(reduction.scenario, about=shown.message)
-        report.reduced_path = self.plan.folder / "faults" / f"{fault_slug(report.fault)}.yaml"
-        report.reduced_path.parent.mkdir(parents=True, exist_ok=True)
-        report.reduced_path.write_text(dump(small), encoding="utf-8")
-        report.command = self.repeat_command(report.reduced_path)
+        self._save(lambda: self._save_reduced(report, small, outcome))
+
+    def _save_reduced(self, report: FaultReport, small: Scenario, outcome: Outcome) -> None:
+        path = self.plan.folder / "faults" / f"{fault_slug(report.fault)}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _replace_file(path, dump(small).encode())
+        report.reduced_path = path
+        report.command = self.repeat_command(path)
         failure = load_failure(report.failure_path)
         failure.reduced = plain(replace(outcome.scenario, about=small.about))
         failure.reduced_findings = saved_findings(outcome)
@@ -313,11 +345,195 @@ class Campaign:
     def _run_once(self, scenario: Scenario) -> Outcome:
         return run_on(self.target, scenario)
 
+    # -- on disk -------------------------------------------------------------------------------------------------------
+
+    def _clear(self) -> None:
+        """What an earlier run of this seed left goes: failures of two runs must not mix."""
+        folder, seed = self.plan.folder, self.plan.seed
+        for pattern in (f"failures/case-{seed}-*.json", f"state-{seed}.json", f"summary-{seed}.json"):
+            for old in folder.glob(pattern):
+                old.unlink()
+
     def _write_summary(self) -> None:
-        document = msgspec.json.format(msgspec.json.encode(self.summary.document()), indent=2)
-        (self.plan.folder / SUMMARY).write_bytes(document + b"\n")
+        save_state(self.plan.folder, self._state())
+        document = msgspec.json.format(msgspec.json.encode(self.summary.document()), indent=2) + b"\n"
+        for name in (f"summary-{self.plan.seed}.json", "summary.json"):
+            _replace_file(self.plan.folder / name, document)
+
+    def _save_state_now_and_then(self) -> None:
+        if time.monotonic() - self._saved_at > SECONDS_BETWEEN_STATES:
+            self._saved_at = time.monotonic()
+            self._save(lambda: save_state(self.plan.folder, self._state()))
+
+    def _state(self) -> State:
+        summary, plan = self.summary, self.plan
+        return State(
+            kvoracle_state=1,
+            seed=plan.seed,
+            vllm=plan.vllm,
+            connector=plan.connector,
+            as_release=plan.as_release,
+            cases=plan.cases,
+            features=plan.features,
+            kinds=plan.kinds,
+            done=self._shares.done,
+            num_cases=summary.num_cases,
+            seconds=summary.seconds,
+            known=dict(summary.known),
+            coverage=summary.coverage.plain(),
+        )
+
+    def _restore(self, state: State) -> None:
+        """Goes on where an earlier run stopped. Findings come from the failures on disk; those of cases that do not count
+        as done will be found again."""
+        summary = self.summary
+        self._shares.restore(state.done)
+        summary.num_cases, self._seconds_before = state.num_cases, state.seconds
+        summary.known.update(state.known)
+        summary.coverage.restore(state.coverage)
+        for path in sorted(self.plan.folder.glob(f"failures/case-{self.plan.seed}-*.json")):
+            failure = load_failure(path)
+            if not self._shares.is_done(failure.case):
+                path.unlink()
+                continue
+            driver = failure.scenario.get("driver", "scheduler")
+            new = {saved.finding.fault: saved.finding for saved in reversed(failure.findings) if saved.issue is None}
+            for fault, finding in new.items():
+                self._count(FaultReport(fault, finding, failure.case, path, driver, self.repeat_command(path)))
 
 
-def _is_repeatable(scenario: Scenario) -> bool:
-    """Random fills differ from run to run by design."""
-    return scenario.connector is None or not scenario.connector.extra.get("fill_std")
+def _replace_file(path: Path, data: bytes) -> None:
+    """Writes a file in one go: a reader, or the end of the world, finds the old one or the new one."""
+    draft = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        draft.write_bytes(data)
+        draft.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
+
+
+# ---------------------------------------------------------------------------------------------------------------- jobs
+
+Share = tuple[int, int]
+"""Cases [start, stop)."""
+
+
+class ShareResult(NamedTuple):
+    """What a child sent about a share. It counts as a whole, so that no case counts twice or never."""
+
+    share: Share
+    messages: list[CasesMessage]
+
+
+class Shares:
+    """Hands the cases of a campaign out in shares, in order, and remembers which are through. Safe between threads."""
+
+    def __init__(self, num_cases: int | None) -> None:
+        self._num_cases = num_cases
+        self._lock = threading.Lock()
+        self._next = 0
+        self._done: set[int] = set()  # first cases of shares
+
+    @property
+    def done(self) -> list[Share]:
+        """The cases that are through, as ranges."""
+        ranges: list[list[int]] = []
+        for start in sorted(self._done):
+            stop = self._stop(start)
+            if ranges and ranges[-1][1] == start:
+                ranges[-1][1] = stop
+            else:
+                ranges.append([start, stop])
+        return [(start, stop) for start, stop in ranges]
+
+    def restore(self, done: list[Share]) -> None:
+        """Takes these cases as through. A share that is through in part only is done again."""
+        for start, stop in done:
+            self._done.update(s for s in range(start, stop, CASES_PER_SHARE) if self._stop(s) <= stop)
+
+    def is_done(self, case: int) -> bool:
+        """Whether the case's share is through."""
+        return case // CASES_PER_SHARE * CASES_PER_SHARE in self._done  # floor: the share's first case
+
+    def take(self) -> Share | None:
+        """The next share; None after the last."""
+        with self._lock:
+            while self._next in self._done:
+                self._next += CASES_PER_SHARE
+            start = self._next
+            if self._num_cases is not None and start >= self._num_cases:
+                return None
+            self._next += CASES_PER_SHARE
+            return start, self._stop(start)
+
+    def finish(self, share: Share) -> None:
+        """The share is through."""
+        self._done.add(share[0])
+
+    def _stop(self, start: int) -> int:
+        stop = start + CASES_PER_SHARE
+        return stop if self._num_cases is None else min(stop, self._num_cases)
+
+
+class Crew:
+    """The jobs of a campaign: a thread each, which waits for its child. The first target is the caller's to close."""
+
+    def __init__(self, target: Target, source: Cases, shares: Shares, num_jobs: int, deadline: float | None) -> None:
+        self._targets = [target, *(target.sibling() for _ in range(num_jobs - 1))]
+        self._source = source
+        self._shares = shares
+        self._deadline = deadline
+        self._lost_before = target.lost
+        self._stopping = False
+        self._results: queue.Queue[ShareResult | BaseException | None] = queue.Queue()
+        self._threads = [threading.Thread(target=self._work, args=(t,), daemon=True) for t in self._targets]
+
+    @property
+    def lost(self) -> int:
+        """Cases that a dying child took with it and that passed when run again."""
+        return sum(target.lost for target in self._targets) - self._lost_before
+
+    def results(self) -> Iterator[ShareResult]:
+        """The shares as they end, until all are through or time is up. Raises what a job raised."""
+        for thread in self._threads:
+            thread.start()
+        num_at_work = len(self._threads)
+        while num_at_work:
+            result = self._results.get()
+            if result is None:
+                num_at_work -= 1
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                yield result
+
+    def close(self) -> None:
+        """Ends the jobs at once; what they had not reported is not counted."""
+        self._stopping = True
+        for target, thread in zip(self._targets, self._threads, strict=True):
+            if thread.is_alive():
+                target.kill()
+                thread.join()
+        for sibling in self._targets[1:]:
+            sibling.close()
+
+    def _work(self, target: Target) -> None:
+        try:
+            while not self._is_time_up() and (share := self._shares.take()) is not None:
+                self._run_share(target, share)
+        except BaseException as error:
+            if not self._stopping:
+                self._results.put(error)
+        finally:
+            self._results.put(None)
+
+    def _is_time_up(self) -> bool:
+        return self._stopping or (self._deadline is not None and time.monotonic() >= self._deadline)
+
+    def _run_share(self, target: Target, share: Share) -> None:
+        messages = list(target.run_cases(self._source, *share))
+        self._results.put(ShareResult(share, messages))
+        if isinstance(messages[-1], wire.CasesDone) and messages[-1].resident_bytes > MOST_RESIDENT_BYTES:
+            target.close()  # the next share starts a fresh child

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -208,6 +210,15 @@ def run(scenario: Path, vllm: str, connector: str | None, as_release: str | None
     type=click.Path(path_type=Path),
     help="Run folder. Default: kvoracle-runs/DATE-TIME-fuzz-RELEASE.",
 )
+@click.option(
+    "--jobs", "-j", metavar="N", type=click.IntRange(min=1), help="Child processes. Default: one for each core we may use."
+)
+@click.option(
+    "--resume",
+    metavar="DIR",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Go on with the campaign of this run folder: its target, seed and findings; --minutes or --cases set a new bound.",
+)
 @click.option("--coverage", is_flag=True, help="Print all that was exercised, by behaviour and by kinds of groups.")
 @click.option(
     "--exhaustive",
@@ -230,6 +241,8 @@ def fuzz(
     cases: int | None,
     seed: int | None,
     out: Path | None,
+    jobs: int | None,
+    resume: Path | None,
     coverage: bool,
     exhaustive: bool,
     kinds: tuple[str, ...] | None,
@@ -239,14 +252,13 @@ def fuzz(
 
     Every failure is saved in the run folder with its scenario and both histories. Failures equal in kind, law, cause and
     group kind are one fault; the first case of each is reduced to a small scenario. Ends with the faults, the command
-    that repeats each, what was exercised and what was not. Ctrl-C keeps what was found.
+    that repeats each, what was exercised and what was not. Ctrl-C and SIGTERM keep what was found, and --resume goes on;
+    campaigns with different seeds may share a run folder.
     """
-    from diff_tests.campaign import Campaign, Plan, prepare_folder
+    from diff_tests.campaign import Campaign, Plan, num_cores, prepare_folder
     from diff_tests.report import print_summary
 
-    if seed is None:
-        seed = int(time.time())
-    folder = out or Path("kvoracle-runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-fuzz-{_folder_name(vllm)}"
+    folder = resume or out or Path("kvoracle-runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-fuzz-{_folder_name(vllm)}"
     try:
         prepare_folder(folder)
     except OSError as error:
@@ -254,20 +266,24 @@ def fuzz(
     if kinds is not None and not exhaustive:
         raise InputError("--kinds: only with --exhaustive; generated cases mix all kinds")
     seconds = minutes * 60 if minutes is not None else (60.0 if cases is None and not exhaustive else None)
-    plan = Plan(
-        seed=seed,
-        folder=folder,
-        vllm=vllm,
-        connector=connector,
-        as_release=as_release,
-        cases=cases,
-        seconds=seconds,
-    )
-    with _Started(vllm, connector, as_release) as (target, info):
+    if resume is not None:
+        plan = _resumed(resume, seed, cases, minutes, jobs)
+    else:
+        plan = Plan(
+            seed=int(time.time()) if seed is None else seed,
+            folder=folder,
+            vllm=vllm,
+            connector=connector,
+            as_release=as_release,
+            cases=cases,
+            seconds=seconds,
+            jobs=jobs or num_cores(),
+        )
+    with _Started(plan.vllm, plan.connector, plan.as_release) as (target, info), _sigterm_interrupts():
         if exhaustive:
             plan = _exhaustive(plan, info.rules, kinds)
         try:
-            with _Progress(plan.cases, seconds) as progress:
+            with _Progress(plan.cases, plan.seconds) as progress:
                 summary = _target_errors(lambda: Campaign(plan, target, info).run(progress))
         except StartError as error:
             raise StartError(f"{error.message}; what was found until then is in {folder}") from None
@@ -280,6 +296,46 @@ def fuzz(
     return INTERRUPTED if summary.interrupted else OK
 
 
+def _resumed(folder: Path, seed: int | None, cases: int | None, minutes: float | None, jobs: int | None) -> Plan:
+    """The plan that goes on in a run folder. Without a new bound: to the number of cases set before, else one minute."""
+    from diff_tests.campaign import Plan, num_cores
+    from diff_tests.progress import StateError, load_state
+
+    try:
+        state = load_state(folder, seed)
+    except StateError as error:
+        raise InputError(f"--resume {error}") from None
+    cases = cases or state.cases
+    seconds = minutes * 60 if minutes is not None else (60.0 if cases is None else None)
+    return Plan(
+        seed=state.seed,
+        folder=folder,
+        vllm=state.vllm,
+        connector=state.connector,
+        as_release=state.as_release,
+        cases=cases,
+        seconds=seconds,
+        features=state.features,
+        kinds=state.kinds,
+        jobs=jobs or num_cores(),
+        resume=True,
+    )
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM ends a campaign as Ctrl-C does, with a summary."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _exhaustive(plan: Plan, rules: Rules, kinds: tuple[str, ...] | None) -> Plan:
     """The plan with the scope of a release, whose size is said beforehand."""
     from diff_tests.behaviours import KINDS
@@ -289,7 +345,7 @@ def _exhaustive(plan: Plan, rules: Rules, kinds: tuple[str, ...] | None) -> Plan
     if not len(scope):
         raise InputError(f"--kinds: vLLM {rules.release} does not accept {', '.join(kinds or ())}; choose other kinds")
     click.echo(f"scope: {len(scope):,} cases over {len(scope.kind_sets)} kinds and pairs of kinds", err=True)
-    return replace(plan, scope=scope, cases=min(plan.cases or len(scope), len(scope)))
+    return replace(plan, kinds=tuple(kinds or KINDS), cases=min(plan.cases or len(scope), len(scope)))
 
 
 @cli.command(
@@ -888,16 +944,25 @@ class _Started:
         self._target.close()
 
 
+def progress_line(summary: Summary) -> str:
+    """`4128 cases, 180/s, faults: law 4: 2, divergence: 1, 120 of 214 behaviours`"""
+    rate = summary.num_cases / summary.seconds if summary.seconds else 0.0
+    by_law = Counter("divergence" if fault.law is None else f"law {fault.law}" for fault in summary.faults)
+    faults = ", ".join(f"{law}: {count}" for law, count in sorted(by_law.items())) or "none"
+    seen = sum(1 for count in summary.coverage.counts.values() if count)
+    return f"{summary.num_cases} cases, {rate:.0f}/s, faults: {faults}, {seen} of {len(summary.coverage.counts)} behaviours"
+
+
 class _Progress:
     """A progress bar on standard error where that is a terminal; called with the summary after each case."""
 
     def __init__(self, num_cases: int | None, seconds: float | None) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._num_cases, self._seconds = num_cases, seconds
         console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeRemainingColumn())
         self._bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
         self._task = self._bar.add_task("fuzz", total=float(num_cases or seconds or 1))
 
@@ -909,12 +974,10 @@ class _Progress:
         self._bar.stop()
 
     def __call__(self, summary: Summary) -> None:
-        if summary.num_cases % 16 or self._bar.disable:
+        if self._bar.disable:
             return
         done = float(summary.num_cases) if self._num_cases is not None else summary.seconds
-        rate = summary.num_cases / summary.seconds if summary.seconds else 0.0
-        text = f"{summary.num_cases} cases, {rate:.0f}/s, {len(summary.faults)} faults"
-        self._bar.update(self._task, completed=done, description=text)
+        self._bar.update(self._task, completed=done, description=progress_line(summary))
 
 
 def _folder_name(vllm: str) -> str:

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
+from typing import Any
 
 from diff_tests.behaviours import KINDS, TABLE, Behaviour, Moment, kind_exists
 from diff_tests.walk import Walk, kind_of
@@ -50,6 +51,13 @@ class KindCount:
     refused: int = 0
     preemptions: int = 0
 
+    def add(self, other: KindCount) -> None:
+        """Adds another's numbers."""
+        self.cases += other.cases
+        self.hits += other.hits
+        self.refused += other.refused
+        self.preemptions += other.preemptions
+
 
 class Coverage:
     """Counts over many cases of one release. counts: by behaviour, those that the release does not have left out; kinds:
@@ -81,8 +89,19 @@ class Coverage:
         self.counts.update(other.counts)
         self.refusals.update(other.refusals)
         for kinds, count in other.kinds.items():
-            for name, number in asdict(count).items():
-                setattr(self.kinds[kinds], name, getattr(self.kinds[kinds], name) + number)
+            self.kinds[kinds].add(count)
+
+    def plain(self) -> dict[str, Any]:
+        """The counts as plain data."""
+        kinds = [[list(kinds), asdict(count)] for kinds, count in self.kinds.items()]
+        return {"counts": dict(self.counts), "kinds": kinds, "refusals": dict(self.refusals)}
+
+    def restore(self, plain: dict[str, Any]) -> None:
+        """Adds what `plain` gave."""
+        self.counts.update(plain["counts"])
+        self.refusals.update(plain["refusals"])
+        for kinds, numbers in plain["kinds"]:
+            self.kinds[tuple(kinds)].add(KindCount(**numbers))
 
     @property
     def at_zero(self) -> list[str]:

@@ -106,13 +106,17 @@ def print_summary(console: Console, summary: Summary, with_coverage: bool = Fals
         _say(console, f"known issue {issue_id}: {count} finding{'' if count == 1 else 's'}")
     if with_coverage:
         print_coverage(console, summary.coverage)
-    if summary.plan.scope is None:
+    if (size := summary.scope_size) is None:
         _print_zero(console, summary.coverage)
     else:
-        size = len(summary.plan.scope)
         _say(console, f"scope: {summary.num_cases:,} of {size:,} cases ({100 * summary.num_cases / size:.1f} %)")
     if summary.lost:
         _say(console, f"{summary.lost} cases were lost to a child that died once; run again, they passed")
+    for reason, count in summary.unsaved.items():
+        _say(
+            console,
+            f"{count} files could not be written: {reason}; free some space and run the campaign again",
+        )
     if summary.interrupted:
         _say(console, f"interrupted; what was found is in {summary.plan.folder}")
     rate = summary.num_cases / summary.seconds if summary.seconds else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from diff_tests.behaviours import TABLE
-from diff_tests.campaign import REPEAT_EVERY, Campaign, Plan, Summary, prepare_folder
+from diff_tests.campaign import CASES_PER_SHARE, Campaign, Plan, Shares, Summary
 from diff_tests.failures import load_failure
 from diff_tests.loading import load_scenario
 from diff_tests.run import run_on
@@ -80,51 +81,98 @@ def test_a_child_killed_in_the_middle_costs_nothing(target: Target, tmp_path: Pa
     killed: list[int] = []
 
     def kill(summary: Summary) -> None:
-        if summary.num_cases == 20 and not killed:
+        if not killed:
             assert target.pid is not None
             killed.append(target.pid)
             os.kill(target.pid, signal.SIGKILL)
 
     lost_before = target.lost
-    summary = _campaign(target, tmp_path, cases=60).run(kill)
+    summary = _campaign(target, tmp_path, cases=200).run(kill)
     assert killed
-    assert summary.num_cases == 60
+    assert summary.num_cases == 200
     assert target.lost - lost_before == summary.lost == 1
     assert summary.verdict == "pass"
 
 
-def test_a_run_folder_holds_one_run(target: Target, tmp_path: Path) -> None:
+def test_a_seed_starts_anew_in_its_folder_and_leaves_the_rest(target: Target, tmp_path: Path) -> None:
     target.defect = "leak_reference"
-    _campaign(target, tmp_path, cases=20).run()
+    first = _campaign(target, tmp_path, cases=CASES_PER_SHARE).run()
+    assert first.faults
     (tmp_path / "notes.txt").write_text("mine")
-    assert list(tmp_path.glob("failures/*.json"))
-    prepare_folder(tmp_path)
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["notes.txt"]
+    target.defect = None
+    other = Campaign(Plan(seed=2, folder=tmp_path, cases=CASES_PER_SHARE), target, target.info).run()
+    assert other.verdict == "pass"
+    assert list(tmp_path.glob("failures/case-1-*.json")), "campaigns with other seeds share the folder"
+    _campaign(target, tmp_path, cases=CASES_PER_SHARE).run()
+    assert not list(tmp_path.glob("failures/*.json"))
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_jobs_find_the_same_as_one(target: Target, tmp_path: Path) -> None:
+    target.defect = "leak_reference"
+    one, two = (_campaign(target, tmp_path / str(jobs), cases=150, jobs=jobs).run() for jobs in (1, 2))
+    assert {f: (r.num_cases, r.first_case) for f, r in one.faults.items()} == {
+        f: (r.num_cases, r.first_case) for f, r in two.faults.items()
+    }
+    assert one.coverage.plain() == two.coverage.plain()
+    assert one.num_cases == two.num_cases == 150
+    names = [sorted(path.name for path in (tmp_path / jobs / "failures").iterdir()) for jobs in "12"]
+    assert names[0] == names[1]
+
+
+def test_an_interrupted_campaign_goes_on_where_it_stopped(target: Target, tmp_path: Path) -> None:
+    target.defect = "leak_reference"
+
+    def interrupt(summary: Summary) -> None:
+        if summary.num_cases >= 2 * CASES_PER_SHARE:
+            raise KeyboardInterrupt
+
+    first = _campaign(target, tmp_path / "parts", cases=150).run(interrupt)
+    assert first.interrupted
+    assert first.num_cases < 150
+    resumed = _campaign(target, tmp_path / "parts", cases=150, resume=True).run()
+    whole = _campaign(target, tmp_path / "whole", cases=150).run()
+    assert resumed.num_cases == 150
+    assert resumed.coverage.plain() == whole.coverage.plain()
+    assert {f: (r.num_cases, r.first_case) for f, r in resumed.faults.items()} == {
+        f: (r.num_cases, r.first_case) for f, r in whole.faults.items()
+    }
+
+
+def test_shares_cover_every_case_once_also_after_a_restart() -> None:
+    shares = Shares(100)
+    first = shares.take()
+    shares.take()
+    assert first is not None
+    shares.finish(first)
+    later = Shares(100)
+    later.restore(shares.done)
+    taken = [first]
+    while (share := later.take()) is not None:
+        taken.append(share)
+    assert [case for share in taken for case in range(*share)] == list(range(100))
+    assert later.is_done(0)
+    assert not later.is_done(CASES_PER_SHARE)
+
+
+def test_a_full_disk_loses_nothing_that_was_found(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target.defect = "leak_reference"
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("diff_tests.campaign.save", full)
+    monkeypatch.setattr("diff_tests.campaign._replace_file", full)
+    summary = _campaign(target, tmp_path, cases=40).run()
+    assert summary.faults
+    assert summary.num_cases == 40
+    assert summary.unsaved["No space left on device"] >= 2
 
 
 def test_time_is_a_bound(target: Target, tmp_path: Path) -> None:
     summary = _campaign(target, tmp_path, seconds=1.0).run()
     assert 1.0 <= summary.seconds < 5.0
     assert summary.num_cases > 20
-
-
-def test_a_history_that_changes_when_repeated_is_a_finding(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Law 10: every so many cases one runs twice."""
-    run_many = target.run_many
-    seen: list[object] = []
-
-    def forgetful(scenarios: object) -> Iterator[object]:
-        for scenario, history in run_many(scenarios):  # type: ignore[arg-type]
-            repeated = bool(seen) and seen[-1] is scenario
-            seen.append(scenario)
-            yield scenario, history[:-1] if repeated else history
-
-    monkeypatch.setattr(target, "run_many", forgetful)
-    summary = _campaign(target, tmp_path, cases=REPEAT_EVERY).run()
-    (report,) = summary.faults.values()
-    assert report.fault[:3] == ("schedule", 10, "not_repeatable")
 
 
 def test_the_same_seed_finds_the_same_faults(target: Target, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_the_scope_is_tight_enough_for_evictions_and_preemptions() -> None:
 
 def test_a_campaign_takes_the_scope_and_finds_what_is_wrong(target: Target, tmp_path: Path) -> None:
     scope = Scope(target.info.rules, ["full"])
-    plan = Plan(seed=0, folder=tmp_path, cases=200, scope=scope, max_reduce_seconds=2.0)
+    plan = Plan(seed=0, folder=tmp_path, cases=200, kinds=("full",), max_reduce_seconds=2.0)
     sound = Campaign(plan, target, target.info).run()
     assert sound.verdict == "pass"
     assert sound.document()["scope"] == {"cases": len(scope), "covered": 200}

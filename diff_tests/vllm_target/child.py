@@ -13,10 +13,12 @@ import time
 import traceback
 from pathlib import Path
 
+from diff_tests.shard import Shard, resident_bytes
 from diff_tests.vllm_target import connectors, wire
 from diff_tests.vllm_target.releases import TargetInputError
 from diff_tests.vllm_target.server import Server
-from sim.history import Failure, Record
+from sim.history import Failure, History, Record
+from sim.releases import rules_of
 from sim.scenario import Scenario
 
 # Records of a case that takes long go out this often, so that a hang leaves its history behind.
@@ -130,6 +132,9 @@ class _Loop:
         if isinstance(message, wire.AskCpuTime):
             self._outbox.send(wire.CpuTime(message.case, time.process_time()))
             return
+        if isinstance(message, wire.RunCases):
+            self._run_cases(message)
+            return
         scenario = wire.unpack_scenario(message.scenario)
         if isinstance(message, wire.RunCase):
             self._outbox.begin(message.case, message.flush)
@@ -146,6 +151,27 @@ class _Loop:
         else:
             self._outbox.send(self._pool(message.case, scenario))
         self._collect(scenario.engine.blocks)
+
+    def _run_cases(self, message: wire.RunCases) -> None:
+        """Some cases of a campaign. The parent hears of each before it runs, and so knows which one killed us."""
+        case, send = message.case, self._outbox.send
+        cases, rules = wire.unpack_cases(message.cases), rules_of(message.judged_by)
+
+        def run(scenario: Scenario) -> History:
+            history: History = []
+            try:
+                self._server.run(scenario, message.judged_by, message.defect, history.append)
+            except Exception as error:
+                history.append(_unreadable(error))
+            self._collect(scenario.engine.blocks)
+            return history
+
+        shard = Shard(cases, rules, run, self._server.effective)
+        for index in range(message.start, message.stop):
+            send(wire.CaseBegun(case, index))
+            shard.run_case(index, lambda news: send(wire.CasesNews(case, news)))
+        coverage = shard.coverage.plain()
+        send(wire.CasesDone(case, shard.num_cases, coverage, dict(shard.num_known), resident_bytes()))
 
     def _pool(self, case: int, scenario: Scenario) -> wire.StartupPool:
         try:

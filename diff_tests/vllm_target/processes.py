@@ -308,12 +308,16 @@ class Child:
         self._host.num_children -= 1
         self._how_it_ended()
 
-    def kill(self) -> None:
-        """Ends the child at once, with whatever it has started."""
+    def stop(self) -> None:
+        """Ends the child at once, with whatever it has started; its pipes stay."""
         if self._end is None:
             for kill in (os.killpg, os.kill):  # it may not lead its group yet
                 with contextlib.suppress(ProcessLookupError):
                     kill(self.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """The same, and closes the pipes."""
+        self.stop()
         self.close()
 
 

@@ -25,11 +25,15 @@ class Server:
     def run(self, scenario: Scenario, judged_by: str, defect: str | None, emit: Callable[[Record], None]) -> None:
         """Executes the scenario, on an engine with the named defect if any, and emits its records. judged_by: the
         release whose rules say what a fill leaves in memory."""
-        contract = contract_for(with_connector(scenario, self._contract_name), rules_of(judged_by))
+        contract = contract_for(self.effective(scenario), rules_of(judged_by))
         planted = DEFECTS[defect]() if defect else None
         driver = direct_driver if scenario.driver == "direct" else scheduler_driver
         scenario = with_connector(scenario, self._connector)
         driver.run(scenario, self._version, contract, planted, emit)
+
+    def effective(self, scenario: Scenario) -> Scenario:
+        """The scenario as it is to be judged: with the connector under test in place of its own."""
+        return with_connector(scenario, self._contract_name)
 
     def step_times(self, scenario: Scenario, num_warmup_steps: int, num_steps: int) -> list[float]:
         """Seconds that vLLM spends in each step of the scheduler driver, see there."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from diff_tests.shard import Cases
 from diff_tests.vllm_target import connectors, wire
 from diff_tests.vllm_target.defects import DEFECTS
 from diff_tests.vllm_target.processes import Child, Died
@@ -37,6 +38,18 @@ class TargetInfo:
     rules: Rules
     known_release: bool
     connector: str | None
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The index-th case of a campaign, run apart from the others because its child died or hung over it."""
+
+    index: int
+    scenario: Scenario
+    history: History
+
+
+CasesMessage = wire.CasesNews | wire.CasesDone | Alone
 
 
 class Target:
@@ -104,6 +117,11 @@ class Target:
             self._child.close()
             self._child = None
 
+    def kill(self) -> None:
+        """Ends the child at once, also while another thread waits for its answer, which then gets `Died`."""
+        if self._child is not None:
+            self._child.stop()
+
     @property
     def pid(self) -> int | None:
         """The child's process ID; None while there is no child."""
@@ -133,6 +151,59 @@ class Target:
             history = self._result(ahead)
             _, scenario = ahead.popleft()
             yield scenario, history
+
+    def sibling(self) -> Target:
+        """Another target of the same kind: one more child, of the same host."""
+        return Target(self.vllm, self._connector, self.defect, self._timeout_s, self._as_release)
+
+    def run_cases(self, cases: Cases, start: int, stop: int) -> Iterator[CasesMessage]:
+        """Has the child generate, run and judge the cases [start, stop). News come when the cases that they are among
+        are through, so that nothing is told twice if the child dies in between: then the case that killed it is run
+        alone (`Alone`, to be judged by the caller), and those around it again. Raises TargetStartError."""
+        left = [(start, stop)]
+        while left:
+            first, last = left.pop()
+            if first == last:
+                continue
+            killer = None
+            news: list[CasesMessage] = []
+            try:
+                for message in self._answers(cases, first, last):
+                    if isinstance(message, wire.CaseBegun):
+                        killer = message.index
+                    elif isinstance(message, wire.CasesNews):
+                        news.append(message)
+                    elif isinstance(message, wire.CasesDone):
+                        yield from news
+                        yield message
+            except Died as death:
+                if killer is None:
+                    self._drop_child()
+                    raise TargetStartError(death.failure.message) from None
+                yield self._alone(cases, killer)
+                left += [(killer + 1, last), (first, killer)]
+
+    def _answers(self, cases: Cases, start: int, stop: int) -> Iterator[wire.ToParent]:
+        """What the child sends about the cases. Raises Died."""
+        self.start()
+        assert self._child is not None
+        assert self._info is not None
+        case = self._next_case
+        self._next_case += 1
+        release = self._info.rules.release
+        self._child.send(wire.RunCases(case, wire.pack_cases(cases), start, stop, release, self.defect))
+        while True:
+            message = self._child.answer(case, self._timeout_s)
+            yield message
+            if isinstance(message, wire.CasesDone):
+                return
+
+    def _alone(self, cases: Cases, index: int) -> Alone:
+        """Runs a case that killed its child, or hung, once more: what there is of its history if it does so again."""
+        assert self._info is not None
+        scenario = cases.case(index, self._info.rules)
+        self._next_case += 1
+        return Alone(index, self.effective(scenario), self._once_more(self._next_case - 1, scenario))
 
     def startup_pool(self, scenario: Scenario) -> int:
         """The smallest pool, in blocks with the null block, that vLLM's own start-up check admits for the scenario's

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pickle
 import struct
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from diff_tests.shard import CaseReport, Cases, Sample
 from diff_tests.workload.sides import StepFacts
 from sim.history import Record
 from sim.scenario import Scenario
@@ -41,6 +43,17 @@ class AskStepTimes(Struct, tag="step_times"):
     scenario: bytes
     num_warmup_steps: int
     num_steps: int
+
+
+class RunCases(Struct, tag="run_cases"):
+    """Generate, run and judge the cases [start, stop) of a campaign. cases: which campaign."""
+
+    case: int
+    cases: bytes
+    start: int
+    stop: int
+    judged_by: str
+    defect: str | None = None
 
 
 class PlayTrace(Struct, tag="play_trace"):
@@ -109,6 +122,31 @@ class TraceSteps(Struct, tag="trace_steps"):
     error: str | None = None
 
 
+class CaseBegun(Struct, tag="case_begun"):
+    """The child turns to the index-th case of a campaign."""
+
+    case: int
+    index: int
+
+
+class CasesNews(Struct, tag="cases_news"):
+    """A case of a campaign is worth more than a count."""
+
+    case: int
+    news: CaseReport | Sample
+
+
+class CasesDone(Struct, tag="cases_done"):
+    """The cases asked for are through. coverage: what they exercised, as plain data; known: findings by known issue;
+    resident_bytes: of the child's memory."""
+
+    case: int
+    num_cases: int
+    coverage: dict[str, Any]
+    known: dict[str, int]
+    resident_bytes: int
+
+
 class CpuTime(Struct, tag="cpu"):
     """Processor seconds of the child."""
 
@@ -140,8 +178,8 @@ class Ended(Struct, tag="ended"):
     code: int | None
 
 
-ToChild = RunCase | AskStartupPool | AskStepTimes | PlayTrace | AskCpuTime
-ToParent = Ready | NotReady | Records | StartupPool | StepTimes | TraceSteps | CpuTime
+ToChild = RunCase | AskStartupPool | AskStepTimes | RunCases | PlayTrace | AskCpuTime
+ToParent = Ready | NotReady | Records | StartupPool | StepTimes | TraceSteps | CaseBegun | CasesNews | CasesDone | CpuTime
 
 ToHost = Fork | AskEnd
 FromHost = Ready | NotReady | Forked | Ended
@@ -175,6 +213,18 @@ def body_length(header: bytes) -> int:
 def pack_scenario(scenario: Scenario) -> bytes:
     """A checked scenario for the child, which trusts it: parsing it again would cost more than running it."""
     return pickle.dumps(scenario, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def pack_cases(cases: Cases) -> bytes:
+    """Which campaign, for the child."""
+    return pickle.dumps(cases, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def unpack_cases(data: bytes) -> Cases:
+    """Reads what `pack_cases` wrote. Only ever our parent's bytes."""
+    cases = pickle.loads(data)
+    assert isinstance(cases, Cases)
+    return cases
 
 
 def unpack_scenario(data: bytes) -> Scenario:

@@ -1,0 +1,169 @@
+"""A part of a campaign, run and judged in one process: which cases in, findings and counts out.
+
+The process is the one that vLLM runs in, so that no history has to be handed over unless something is found. Model and laws
+still share nothing with vLLM but the interpreter.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from msgspec import Struct
+
+from diff_tests.coverage import Coverage
+from diff_tests.exhaustive import Scope
+from diff_tests.failures import SavedFinding, saved_findings
+from diff_tests.generate import FEATURES, SeededChooser, case_seed, generate
+from diff_tests.run import Outcome, explain_known, judge_run, verdict_of
+from oracle.findings import Finding
+from sim.history import History, Record
+from sim.releases import Rules, rules_of
+from sim.scenario import Scenario
+
+REPEAT_EVERY = 50
+"""Each so many cases one runs twice, for law 10."""
+MOST_GROWTH_BYTES = 256 << 20
+"""A case that leaves its process so much larger has leaked memory."""
+
+
+@dataclass(frozen=True)
+class Cases:
+    """The cases of a campaign by number: those generated from a seed with a choice of features, or, with `kinds`, those
+    of the exhaustive scope over these kinds of groups."""
+
+    seed: int
+    features: tuple[str, ...] = tuple(FEATURES)
+    kinds: tuple[str, ...] | None = None
+
+    def case(self, index: int, rules: Rules) -> Scenario:
+        """The index-th case."""
+        if self.kinds is not None:
+            return _scope(rules.release, self.kinds).case(index)
+        return generate(SeededChooser(case_seed(self.seed, index)), rules, self.features)
+
+
+@lru_cache(maxsize=4)
+def _scope(release: str, kinds: tuple[str, ...]) -> Scope:
+    return Scope(rules_of(release), kinds)
+
+
+class CaseReport(Struct, tag="case_report"):
+    """A case with findings, and both histories. repeat: it is about two runs of the case (law 10)."""
+
+    index: int
+    findings: list[SavedFinding]
+    predicted: list[Record] | None
+    observed: list[Record]
+    repeat: bool = False
+
+
+class Sample(Struct, tag="sample"):
+    """A case that was repeated here, to be run once more in another process."""
+
+    index: int
+    history: list[Record]
+
+
+class Shard:
+    """Runs and judges cases, one after the other. run: a scenario's history; effective: the scenario as it is run.
+
+    coverage, num_known (findings of known issues by id) and num_cases sum up what was judged.
+    """
+
+    def __init__(
+        self,
+        cases: Cases,
+        rules: Rules,
+        run: Callable[[Scenario], History],
+        effective: Callable[[Scenario], Scenario] = lambda scenario: scenario,
+    ) -> None:
+        self.cases = cases
+        self.rules = rules
+        self._run = run
+        self._effective = effective
+        self.coverage = Coverage(rules)
+        self.num_known: Counter[str] = Counter()
+        self.num_cases = 0
+
+    def run_case(self, index: int, send: Callable[[CaseReport | Sample], None]) -> None:
+        """Runs one case, one in REPEAT_EVERY twice, and sends what is worth more than a count."""
+        scenario = self.cases.case(index, self.rules)
+        size_before = resident_bytes()
+        history = self._run(scenario)
+        effective = self._effective(scenario)
+        outcome = self.judge(effective, history)
+        if (grown := _lasting_growth(size_before)) > MOST_GROWTH_BYTES:
+            outcome.findings += explain_known([_leak(grown)], effective, self.rules)
+        if outcome.new_findings:
+            send(report_of(index, outcome))
+        if index % REPEAT_EVERY == REPEAT_EVERY - 1 and is_repeatable(scenario):
+            again = self._run(scenario)
+            if (differs := compare_repeat(effective, history, again, "the same process", self.rules)) is not None:
+                send(report_of(index, differs, repeat=True))
+            send(Sample(index, history))
+
+    def judge(self, scenario: Scenario, history: History) -> Outcome:
+        """Judges and counts one history."""
+        self.num_cases += 1
+        self.coverage.add(scenario, history)
+        outcome = judge_run(scenario, history, self.rules)
+        self.num_known.update(judged.issue.id for judged in outcome.findings if judged.issue is not None)
+        return outcome
+
+
+def report_of(index: int, outcome: Outcome, repeat: bool = False) -> CaseReport:
+    """A case's outcome as it is sent."""
+    return CaseReport(index, saved_findings(outcome), outcome.predicted, outcome.observed, repeat)
+
+
+def compare_repeat(scenario: Scenario, first: History, second: History, where: str, rules: Rules) -> Outcome | None:
+    """Law 10: the same scenario gives the same history twice. None if it did."""
+    if first == second:
+        return None
+    step = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(first))
+    finding = Finding(
+        kind="schedule",
+        law=10,
+        cause="not_repeatable",
+        step=getattr(second[min(step, len(second) - 1)], "step", 0) if second else 0,
+        message=f"the same scenario, run again in {where}, gave another history from record {step} on",
+    )
+    judged = explain_known([finding], scenario, rules)
+    return Outcome(scenario, verdict_of(judged), second, first, judged)
+
+
+def is_repeatable(scenario: Scenario) -> bool:
+    """Random fills differ from run to run by design."""
+    return scenario.connector is None or not scenario.connector.extra.get("fill_std")
+
+
+_PAGE_BYTES = resource.getpagesize()
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds now."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * _PAGE_BYTES
+
+
+def _lasting_growth(size_before: int) -> int:
+    """Bytes by which the process has grown, for good if they are many."""
+    grown = resident_bytes() - size_before
+    if grown > MOST_GROWTH_BYTES:
+        gc.collect()
+        grown = resident_bytes() - size_before
+    return grown
+
+
+def _leak(num_bytes: int) -> Finding:
+    return Finding(
+        kind="crash",
+        cause="memory_leaked",
+        message=f"the process is {num_bytes >> 20} MiB larger after the case than before it (process {os.getpid()})",
+    )
