@@ -495,6 +495,11 @@ class Crew:
         """Cases that a dying child took with it and that passed when run again."""
         return sum(target.lost for target in self._targets) - self._lost_before
 
+    def start_children(self) -> None:
+        """Starts all children now rather than with their first share."""
+        for target in self._targets:
+            target.start()
+
     def results(self) -> Iterator[ShareResult]:
         """The shares as they end, until all are through or time is up. Raises what a job raised."""
         for thread in self._threads:

@@ -93,7 +93,7 @@ class Coverage:
 
     def plain(self) -> dict[str, Any]:
         """The counts as plain data."""
-        kinds = [[list(kinds), asdict(count)] for kinds, count in self.kinds.items()]
+        kinds = [[list(kinds), asdict(count)] for kinds, count in sorted(self.kinds.items())]
         return {"counts": dict(self.counts), "kinds": kinds, "refusals": dict(self.refusals)}
 
     def restore(self, plain: dict[str, Any]) -> None:

@@ -90,7 +90,7 @@ def test_a_child_killed_in_the_middle_costs_nothing(target: Target, tmp_path: Pa
     summary = _campaign(target, tmp_path, cases=200).run(kill)
     assert killed
     assert summary.num_cases == 200
-    assert target.lost - lost_before == summary.lost == 1
+    assert target.lost - lost_before == summary.lost <= 1  # none, if the child was between two shares
     assert summary.verdict == "pass"
 
 

@@ -135,6 +135,9 @@ class _Loop:
         if isinstance(message, wire.RunCases):
             self._run_cases(message)
             return
+        if isinstance(message, wire.AskRealTime):
+            self._outbox.send(wire.CpuTime(message.case, self._real_time(message)))
+            return
         scenario = wire.unpack_scenario(message.scenario)
         if isinstance(message, wire.RunCase):
             self._outbox.begin(message.case, message.flush)
@@ -158,13 +161,7 @@ class _Loop:
         cases, rules = wire.unpack_cases(message.cases), rules_of(message.judged_by)
 
         def run(scenario: Scenario) -> History:
-            history: History = []
-            try:
-                self._server.run(scenario, message.judged_by, message.defect, history.append)
-            except Exception as error:
-                history.append(_unreadable(error))
-            self._collect(scenario.engine.blocks)
-            return history
+            return self._history(scenario, message.judged_by, message.defect)
 
         shard = Shard(cases, rules, run, self._server.effective)
         for index in range(message.start, message.stop):
@@ -172,6 +169,24 @@ class _Loop:
             shard.run_case(index, lambda news: send(wire.CasesNews(case, news)))
         coverage = shard.coverage.plain()
         send(wire.CasesDone(case, shard.num_cases, coverage, dict(shard.num_known), resident_bytes()))
+
+    def _history(self, scenario: Scenario, judged_by: str, defect: str | None = None) -> History:
+        history: History = []
+        try:
+            self._server.run(scenario, judged_by, defect, history.append)
+        except Exception as error:
+            history.append(_unreadable(error))
+        self._collect(scenario.engine.blocks)
+        return history
+
+    def _real_time(self, message: wire.AskRealTime) -> float:
+        """Processor seconds of scheduler, connector, worker, painting, and reading memory and state back."""
+        cases, rules = wire.unpack_cases(message.cases), rules_of(message.judged_by)
+        scenarios = [cases.case(index, rules) for index in range(message.start, message.stop)]
+        started = time.process_time()
+        for scenario in scenarios:
+            self._history(scenario, message.judged_by)
+        return time.process_time() - started
 
     def _pool(self, case: int, scenario: Scenario) -> wire.StartupPool:
         try:

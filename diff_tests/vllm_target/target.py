@@ -161,6 +161,7 @@ class Target:
         are through, so that nothing is told twice if the child dies in between: then the case that killed it is run
         alone (`Alone`, to be judged by the caller), and those around it again. Raises TargetStartError."""
         left = [(start, stop)]
+        was_idle = False
         while left:
             first, last = left.pop()
             if first == last:
@@ -177,9 +178,13 @@ class Target:
                         yield from news
                         yield message
             except Died as death:
-                if killer is None:
+                if killer is None:  # it had died before, or it cannot live
                     self._drop_child()
-                    raise TargetStartError(death.failure.message) from None
+                    if was_idle:
+                        raise TargetStartError(death.failure.message) from None
+                    was_idle = True
+                    left.append((first, last))
+                    continue
                 yield self._alone(cases, killer)
                 left += [(killer + 1, last), (first, killer)]
 
@@ -242,6 +247,13 @@ class Target:
             yield message
             if message.last:
                 return
+
+    def real_seconds(self, cases: Cases, start: int, stop: int) -> float:
+        """Processor time that the cases [start, stop) cost the child when nobody judges them."""
+        release, data = self.info.rules.release, wire.pack_cases(cases)
+        answer = self._ask(lambda case: wire.AskRealTime(case, data, start, stop, release))
+        assert isinstance(answer, wire.CpuTime)
+        return answer.seconds
 
     def cpu_seconds(self) -> float:
         """Processor time that the child has used so far."""

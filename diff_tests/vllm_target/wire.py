@@ -56,6 +56,16 @@ class RunCases(Struct, tag="run_cases"):
     defect: str | None = None
 
 
+class AskRealTime(Struct, tag="real_time"):
+    """Run the cases [start, stop) of a campaign without judging them, and tell the processor time that it took."""
+
+    case: int
+    cases: bytes
+    start: int
+    stop: int
+    judged_by: str
+
+
 class PlayTrace(Struct, tag="play_trace"):
     """Play the first `limit` rows of a request trace to the real scheduler of a scenario's engine. labels: the names of
     the trace's fields; hash_block_size: tokens that one of its hashes stands for."""
@@ -178,7 +188,7 @@ class Ended(Struct, tag="ended"):
     code: int | None
 
 
-ToChild = RunCase | AskStartupPool | AskStepTimes | RunCases | PlayTrace | AskCpuTime
+ToChild = RunCase | AskStartupPool | AskStepTimes | RunCases | AskRealTime | PlayTrace | AskCpuTime
 ToParent = Ready | NotReady | Records | StartupPool | StepTimes | TraceSteps | CaseBegun | CasesNews | CasesDone | CpuTime
 
 ToHost = Fork | AskEnd
