@@ -84,8 +84,8 @@ class GroupView:
         return self.holds_tokens and start <= position * self.block_size and (position + 1) * self.block_size <= end
 
     def num_hit_blocks(self, num_local: int) -> int:
-        """Leading entries that local tokens fill or begin; rounds up."""
-        return -(-num_local // self.block_size) if self.holds_tokens else 0
+        """Leading entries that local tokens fill or begin, of which the group keeps what it had; rounds up."""
+        return -(-num_local // self.block_size) if self.holds_tokens and not self.replay_window else 0
 
     def last_position(self, num_tokens: int) -> int:
         """The entry that the last of these tokens is in, -1 for none."""
@@ -501,21 +501,21 @@ class Replay:
         first."""
         is_admitted = request in record.admitted or request in record.resumed
         stay = self.stays.get(request)
-        goes_on = stay is not None and not stay.is_admitted and is_admitted and stay.num_found > 0
+        num_external = record.external.get(request, 0)
+        start = record.hits.get(request, 0) + num_external
+        num_replayed = self._replay_window if start > 0 and is_admitted else 0
+        goes_on = stay is not None and not stay.is_admitted and is_admitted and start > 0 and not num_external
         if stay is not None and goes_on:
             stay.is_admitted = True
-            stay.num_computed = record.hits.get(request, 0)  # the last token loaded may be computed again
+            stay.num_computed = start - num_replayed  # the last token loaded may be computed again, too
             if stay.loads:
                 self.unloaded.append(stay)
             return
         if request in self.tables:
             self._leave(request)
-        num_external = record.external.get(request, 0)
-        start = record.hits.get(request, 0) + num_external
-        num_replayed = self._replay_window if start > 0 and is_admitted else 0
         if self._restores_windows and num_external:
             num_replayed = 0
-        stay = self._new_stay(request, start + num_replayed - num_external, num_external, num_replayed)
+        stay = self._new_stay(request, start - num_external, num_external, num_replayed)
         stay.is_admitted = is_admitted
         stay.loads = not is_admitted
 

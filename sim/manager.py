@@ -146,7 +146,7 @@ class KVCacheManager:
             group.add_local(request, hits.blocks[group.index], num_local, num_external)
         if num_external > 0:
             for group in self.groups:
-                group.add_external(request, num_local, num_external, zeroed)
+                group.add_external(request, num_local, num_external, zeroed or not group.prefix_cacheable)
 
     def cache(self, request: Request, num_tokens: int) -> None:
         """Registers what the first `num_tokens` tokens allow."""

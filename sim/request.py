@@ -39,10 +39,10 @@ class Request:
     num_computed: computed once the steps scheduled so far have run, drafts taken as accepted. num_in_flight: scheduled in
     steps whose output is not processed yet; num_stale of them were scheduled before a preemption, and their output is
     dropped if drops_stale. num_placeholders: sampled in such steps, with an asynchronous scheduler. num_drafts: drafted
-    for the next step. tables[g]: the block table of group g; tracked[g]: the number of its leading entries that need no
-    more hashing, or None before the first; shared_tail[g]: (index, block) of a shared block to be copied before it is
-    written. external: (table index, block) of the blocks that its load writes, all groups.
-    Up to quiet_until tokens, allocating slots changes nothing in any group.
+    for the next step. num_replayed: of a load that has arrived, tokens to be computed again. tables[g]: the block table of
+    group g; tracked[g]: the number of its leading entries that need no more hashing, or None before the first;
+    shared_tail[g]: (index, block) of a shared block to be copied before it is written. external: (table index, block) of
+    the blocks that its load writes, all groups. Up to quiet_until tokens, allocating slots changes nothing in any group.
     """
 
     __slots__ = (
@@ -62,6 +62,7 @@ class Request:
         "num_placeholders",
         "num_preemptions",
         "num_prompt",
+        "num_replayed",
         "num_stale",
         "num_verified",
         "prefixes",
@@ -95,6 +96,7 @@ class Request:
         self.num_placeholders = 0
         self.num_drafts = 0
         self.num_verified = 0
+        self.num_replayed = 0
         self.num_preemptions = 0
         self.is_prefill_chunk = False
         self.last_sequence = 0

@@ -360,11 +360,12 @@ class Scheduler:
             self.connector.allocated(request.id, found.num_external)
         request.num_computed = found.num_computed - size.num_replayed
         if found.num_external > 0:
-            request.external = self.kv.blocks_of(request, request.num_computed - found.num_external, found.num_computed)
+            request.external = self.kv.blocks_of(request, found.num_computed - found.num_external, found.num_computed)
         if found.loads_later and self.rules.loads_skip_zeroing_by_range:
             self.kv.skip_zeroing(request, request.num_computed - found.num_external, request.num_computed)
         plan.external[request.id] = found.num_external
-        plan.hits[request.id] = request.num_computed - found.num_external
+        plan.hits[request.id] = found.num_computed + request.num_replayed - found.num_external
+        request.num_replayed = 0
 
     def _admit(self, request: Request, size: Size, plan: Plan) -> None:
         (plan.resumed if request.status == Status.PREEMPTED else plan.admitted).append(request.id)
@@ -419,7 +420,8 @@ class Scheduler:
             self.kv.cache(request, request.num_computed)
         self.failed_loads.discard(request.id)
         if self._replay_window:
-            request.num_computed -= min(self._replay_window, request.num_computed)
+            request.num_replayed = min(self._replay_window, request.num_computed)
+            request.num_computed -= request.num_replayed
         elif request.num_computed == len(request.tokens):
             request.num_computed -= 1
         request.status = Status.PREEMPTED if request.num_preemptions else Status.WAITING
@@ -499,6 +501,7 @@ class Scheduler:
         restores = self.rules.loads_may_restore_windows and self.connector.restores_windows and num_external > 0
         if self._replay_window and not restores:
             num_external = floor_to(num_external, self.kv.scheduler_block_size)
+            loads_later = loads_later and num_external > 0
         if inside and num_external > inside:
             cut = [blocks[: aligned // group.block_size] for blocks, group in zip(hits.blocks, self.kv.groups, strict=True)]
             return self._without_short_hit(Found(Hits(cut, aligned), num_external, loads_later, restores))

@@ -289,10 +289,18 @@ class SchedulerDriver:
         )
 
     def _local_hits(self, admissions: dict[str, int], external: dict[str, int]) -> dict[str, int]:
-        """What an admission starts from is local and external tokens together. A request that loads is not admitted yet,
-        but has been granted both."""
+        """What an admission starts from is local and external tokens together, less those of them that are computed again.
+        A request that loads is not admitted yet, but has been granted both."""
         starts = {i: self._requests[i].num_computed_tokens for i in external if i not in admissions} | admissions
-        return {request_id: start - external.get(request_id, 0) for request_id, start in starts.items()}
+        return {
+            request_id: start + self._num_replayed(request_id, start) - external.get(request_id, 0)
+            for request_id, start in starts.items()
+        }
+
+    def _num_replayed(self, request_id: str, start: int) -> int:
+        """Tokens before the end of a hit that are computed again: since 0.31 a request says where that begins."""
+        begin = getattr(self._requests[request_id], "replay_start", 0)
+        return int(self._scheduler.prefix_replay_tokens) if begin and begin == start else 0
 
     def _samples_of(self, output: Any) -> dict[str, int]:
         """How many tokens each request gets from this step: one and its accepted drafts once its tokens are all computed,

@@ -52,7 +52,16 @@ LOADED = scenario(
     "{load_done: C}, {run: 50}]",
     "{name: scripted}",
 )
-ALL["loaded"] = LOADED
+# B hits 16 tokens and computes the last 5 of them again; so it does with a load that arrives late.
+REPLAYED = scenario(
+    "{blocks: 40, max_model_len: 64}",
+    "[{kind: full, block: 4}, {kind: sliding_window_mla, block: 4, window: 5, bounded_replay: true}]",
+    "[{add: {id: A, prompt: [[s, 17]], max_tokens: 6}}, {step: 2}, "
+    "{add: {id: B, prompt: [[s, 16], [b, 3]], max_tokens: 3, external: 2, load: async}}, {step: 1}, {load_done: B}, "
+    "{add: {id: C, prompt: [[c, 19]], max_tokens: 3, external: 8, load: async}}, {step: 1}, {load_done: C}, {run: 50}]",
+    "{name: scripted}",
+)
+ALL |= {"loaded": LOADED, "replayed": REPLAYED}
 
 
 @pytest.mark.parametrize("case", ALL.values(), ids=ALL)
@@ -68,6 +77,8 @@ def test_the_cases_show_what_they_are_there_for() -> None:
     connected = scheduled(history_of(CONNECTED), 3)
     assert connected.selected is not None
     assert connected.selected["B"].groups == [[9, 10], [11, 12], [13]]
+    replayed = scheduled(history_of(REPLAYED), 3)
+    assert (replayed.hits, replayed.scheduled["B"]) == ({"B": 16}, 8)
 
 
 def test_every_law_has_a_number_and_a_sentence() -> None:
