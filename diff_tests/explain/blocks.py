@@ -145,6 +145,8 @@ class BlockLives:
                 origin = Origin(self._replay.step, "moved", "moved here within the table")
             elif block in copies:
                 origin = self._tell_copy(place, block, copies[block])
+            elif self._is_hand_made and 0 < block < self.num_blocks:
+                origin = self._tell_hand_made(place, block, is_local=place in hits)
             elif place in hits and 0 < block < self.num_blocks:
                 origin = self._tell_hit(place, block, hits[place])
             else:
@@ -170,9 +172,12 @@ class BlockLives:
         self._add(block, "copied", f"{place.request} takes it as a copy of block {source}", place.request, place.group)
         return Origin(self._replay.step, "copy", f"copy of block {source}")
 
+    def _tell_hand_made(self, place: Place, block: int, is_local: bool) -> Origin:
+        words = "hand-made table, local tokens" if is_local else "hand-made table"
+        self._add(block, "taken", f"{place.request} has it at position {place.position}: {words}", *place[:2])
+        return Origin(self._replay.step, "shared" if is_local else "fresh", words)
+
     def _tell_hit(self, place: Place, block: int, content: Content | None) -> Origin:
-        if self._is_hand_made:
-            return Origin(self._replay.step, "shared", "hand-made table, local tokens")
         others = self._others(place, block)
         whose = content.stay.request if content is not None else "nobody"
         words = f"shared with {names(others)}" if others else f"hit, cached by {whose}"
@@ -186,8 +191,6 @@ class BlockLives:
             return Origin(self._replay.step, "null", self._why_null(place))
         if block >= self.num_blocks:
             return Origin(self._replay.step, "fresh", "outside the pool")
-        if self._is_hand_made:
-            return Origin(self._replay.step, "fresh", "hand-made table")
         origin = Origin(self._replay.step, *self._whence(place, block))
         where = f"position {place.position}" + (f" of group {place.group}" if len(self._replay.groups) > 1 else "")
         self._add(block, "taken", f"{place.request} takes it for {where}: {origin.words}", place.request, place.group)

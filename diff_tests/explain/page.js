@@ -140,7 +140,7 @@
   /** Sizes: everything in view where that leaves cells large enough to point at. */
   function fit(everything) {
     const width = pool.clientWidth - GUTTER_LEFT - 2, height = MAX_HEIGHT - GUTTER_TOP;
-    cellWidth = Math.min(46, width / Math.max(1, steps.length));
+    cellWidth = Math.min(72, width / Math.max(1, steps.length));
     cellHeight = Math.min(24, height / Math.max(1, rows.length));
     if (!everything) [cellWidth, cellHeight] = [Math.max(1.5, cellWidth), Math.max(2, cellHeight)];
     layout();
@@ -211,7 +211,8 @@
         const letter = LETTERS.find(([kind]) => kinds.has(kind));
         if (!letter) continue;
         const [state] = stateAt(rows[row], step);
-        context.fillStyle = letter[0] === "wrong" ? "#c0182b" : state === SHARED ? "#fff" : "#1d2430";
+        const isDark = state === SHARED || (letter[0] === "wrong" && state === HELD);
+        context.fillStyle = isDark ? "#fff" : letter[0] === "wrong" ? "#c0182b" : "#1d2430";
         context.fillText(letter[1], xOf(column) + cellWidth / 2, yOf(row) + cellHeight / 2 + 0.5);
       }
     }
@@ -237,8 +238,8 @@
     context.strokeStyle = "#1d2430";
     context.lineWidth = 1.5;
     const column = columnOf.get(chosen.step), row = rowOf.get(chosen.block);
-    if (column !== undefined) context.strokeRect(xOf(column), GUTTER_TOP - 2, Math.max(cellWidth, 2), height);
-    if (row !== undefined) context.strokeRect(GUTTER_LEFT - 2, yOf(row), width, Math.max(cellHeight, 2));
+    if (column !== undefined) context.strokeRect(xOf(column), GUTTER_TOP - 2, Math.max(cellWidth, 2), Math.min(height, yOf(rows.length) - GUTTER_TOP + 2));
+    if (row !== undefined) context.strokeRect(GUTTER_LEFT - 2, yOf(row), Math.min(width, xOf(steps.length) - GUTTER_LEFT + 2), Math.max(cellHeight, 2));
   }
 
   function drawAxes(first, last, left, right, width, height) {
@@ -445,13 +446,24 @@
 
   function verdictElement(run) {
     const [position, block, [expected, selected, received, written], verdict, isWrong, origin] = run[0];
-    const end = run[run.length - 1];
-    const span = (a, b) => (a === b ? `${a}` : `${a}..${b}`);
-    const place = position === null ? "not in this table" : `position${run.length > 1 ? "s" : ""} ${span(position, end[0])}`;
+    const plural = run.length > 1 ? "s" : "";
+    const place = position === null ? "" : ` position${plural} ${runsOfNumbers(run.map((mark) => mark[0]))}`;
+    const blocks = block === 0 ? "" : `${place ? "," : ""} block${plural} ${runsOfNumbers(run.map((mark) => mark[1]))}`;
     const said = [[expected, "expected"], [selected, "selected"], [received, "received"], [written, "written"]];
     const words = said.filter(([value]) => value !== null).map(([value, name]) => (value ? name : `not ${name}`)).join(", ");
     return make("li", { class: isWrong ? "wrong" : "fine" }, make("b", { text: verdict || "untouched" }),
-      ` ${place}, block${run.length > 1 ? "s" : ""} ${block === 0 ? "null" : span(block, end[1])}${origin ? ` (${origin})` : ""}: ${words}`);
+      `${place}${blocks}${origin ? ` (${origin})` : ""}: ${words}`);
+  }
+
+  /** `1..101, 103`, in the given order. */
+  function runsOfNumbers(numbers) {
+    const runs = [];
+    for (const number of numbers) {
+      const last = runs[runs.length - 1];
+      if (last && number === last[1] + 1) last[1] = number;
+      else runs.push([number, number]);
+    }
+    return runs.map(([first, last]) => (first === last ? `${first}` : `${first}..${last}`)).join(", ");
   }
 
   let nowLink = null;

@@ -51,7 +51,7 @@ def page_data(explanation: Explanation) -> dict[str, Any]:
     story = explanation.story
     requests = {name: index for index, name in enumerate(story.requests)}
     texts = _Texts()
-    wrong = sorted({(t.step, row.block) for t in explanation.tables for row in t.rows if row.is_wrong and row.block})
+    wrong = dict.fromkeys((t.step, row.block) for t in explanation.tables for row in t.rows if row.is_wrong and row.block)
     return {
         "numBlocks": story.num_blocks,
         "requests": list(requests),
@@ -65,7 +65,11 @@ def page_data(explanation: Explanation) -> dict[str, Any]:
         "texts": texts.all,
         "marks": {key: rows for step in story.steps.values() for key, rows in _marks(story, step, requests)},
         "lookups": {number: [_lookup(lookup) for lookup in step.lookups] for number, step in story.steps.items()},
-        "focus": {"step": explanation.step, "requests": [requests[name] for name in explanation.requests], "wrong": wrong},
+        "focus": {
+            "step": explanation.step,
+            "requests": [requests[name] for name in explanation.requests],
+            "wrong": list(wrong),
+        },
     }
 
 

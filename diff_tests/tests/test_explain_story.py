@@ -8,9 +8,10 @@ from diff_tests.explain.blocks import Place
 from diff_tests.explain.lookups import GroupLookup, Lookup
 from diff_tests.explain.story import Story
 from diff_tests.tests.explain_cases import prefix_case, story_of
-from oracle.tests.histories import history_of, scenario
-from sim.history import Start
+from oracle.tests.histories import RULES, history_of, scenario
+from sim.history import History, Scheduled, Start
 from sim.releases import RELEASES
+from sim.scenario import loads
 from sim.simulator import Simulator
 
 NO_CONNECTOR = "null"
@@ -131,6 +132,31 @@ def test_a_state_that_is_gone_on_from_is_a_copy():
     position = step.tables["B"][1].index(target)
     assert _origin(story, "B", position, step.number, group=1) == ("copy", f"copy of block {source}")
     assert any(e.words == f"copied to block {target}" for e in story.life(source))
+
+
+def test_a_hand_made_table_says_so():
+    case = loads(
+        """
+        kvoracle: 1
+        driver: direct
+        engine: {blocks: 40}
+        connector: {name: DecodeBenchConnector}
+        groups: [{kind: full, block: 16}]
+        steps: [{direct: {id: A, num_tokens: 40, local: 19, tables: [[5, 9, 7]]}}, {step: 1}]
+        """
+    )
+    shown = {"A": [[5, 9, 7]]}
+    history: History = [
+        Start(source="direct", release=RULES.release, sees=("tables",), tables={}),
+        Scheduled(step=1, admitted=["A"], hits={"A": 19}, external={"A": 20}, tables=shown),
+    ]
+    story = story_of(case, history)
+    assert [_origin(story, "A", position, 1)[1] for position in range(3)] == [
+        "hand-made table, local tokens",
+        "hand-made table, local tokens",
+        "hand-made table",
+    ]
+    assert [event.words for event in story.life(9)] == ["A has it at position 1: hand-made table, local tokens"]
 
 
 def test_a_history_that_shows_tables_only_is_told_as_far_as_it_goes():
