@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import click
 import msgspec
@@ -703,6 +703,98 @@ def check(paths: tuple[Path, ...], follow: bool, idle: float | None, output: Pat
     return FINDINGS if checked.verdict == "different" else OK
 
 
+@cli.command(
+    epilog="kvoracle gate --connector my_connector.py\nkvoracle gate --base 0.32.0 --head ../vllm --junit gate.xml --github"
+)
+@click.option(
+    "--head",
+    metavar="TARGET",
+    default="current",
+    show_default=True,
+    help="The vLLM under test, as --vllm of `run`: 'current', a release, or a path.",
+)
+@click.option("--base", metavar="TARGET", help="What head is held against. Default: the same as --head.")
+@click.option(
+    "--connector",
+    "connectors",
+    metavar="FILE|DIR",
+    multiple=True,
+    help="A candidate on head: a .py file that replaces the installed connector, or a folder of them. May be given more "
+    "than once; each gets its own verdict. Base keeps its own connector.",
+)
+@click.option(
+    "--as",
+    "as_release",
+    metavar="RELEASE",
+    help=f"Rules for a target that is no release, such as a checkout. Default: {NEWEST}, the newest.",
+)
+@click.option(
+    "--cases",
+    metavar="N",
+    type=click.IntRange(min=0),
+    help="Seeded cases after the corpus. Default: a number fixed in this release, for less than three minutes.",
+)
+@click.option(
+    "--seed", metavar="S", type=click.IntRange(min=0), help="Of the seeded cases. Default: fixed in this release."
+)
+@click.option(
+    "--minutes",
+    metavar="M",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Add cases until M minutes are over; the last line says how to repeat them.",
+)
+@click.option("--strict", is_flag=True, help="Changes of behaviour that break no law fail too.")
+@click.option("--keep-going", is_flag=True, help="Run all cases of a candidate connector that has failed already.")
+@click.option(
+    "--out",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    default=Path("kvoracle-runs/gate"),
+    show_default=True,
+    help="Folder for the scenarios of new failures.",
+)
+@click.option("--junit", metavar="FILE", type=click.Path(path_type=Path), help="Also write JUnit XML (needs junitparser).")
+@click.option("--github", is_flag=True, help="Also print annotations for GitHub Actions, on standard error with --json.")
+@_json_option
+def gate(
+    junit: Path | None, github: bool, as_json: bool, strict: bool, out: Path, minutes: float | None, **options: Any
+) -> int:
+    """Say what changed from a base to a head, before it is merged.
+
+    Runs the corpus, then seeded cases, on both. Each finding is a new failure, fixed, known (a known issue that base has
+    too), or the same on both sides; behaviour that changed and breaks no law is listed apart and passes. The same gate
+    gives the same verdict again. A candidate connector that has failed is let go at once; the first new failures are
+    reduced to small scenarios.
+
+    Exit codes: 0 no new failure; 1 new failures, with --strict also changes; 2 bad input, or a connector file that cannot
+    be run while no other one failed; 3 head or base could not be started.
+    """
+    from diff_tests.campaign import prepare_folder
+    from diff_tests.gate.formats import github_lines, write_junit
+    from diff_tests.gate.report import document, exit_code, print_result
+    from diff_tests.gate.running import Gate, Plan
+
+    _rules(options["as_release"])
+    try:
+        prepare_folder(out)
+        plan = Plan(out, seconds=minutes and minutes * 60, **{name: v for name, v in options.items() if v is not None})
+        with _GateProgress() as progress:
+            result = _target_errors(lambda: Gate(plan).run(progress))
+        if junit is not None:
+            write_junit(result, junit)
+    except OSError as error:
+        raise InputError(f"{error.filename or out}: cannot be written: {error.strerror}; name another place") from None
+    except ModuleNotFoundError as error:
+        raise InputError(f"--junit: {error.name} is not installed; pip install {error.name}") from None
+    for line in github_lines(result) if github else ():
+        click.echo(line, err=as_json)
+    if as_json:
+        _print_json(document(result, strict))
+    else:
+        print_result(_output(), result, strict)
+    return exit_code(result, strict)
+
+
 @cli.command(epilog="kvoracle bench\nkvoracle bench --only model --json")
 @_vllm_option
 @click.option(
@@ -967,7 +1059,7 @@ class _Progress:
         self._bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
         self._task = self._bar.add_task("fuzz", total=float(num_cases or seconds or 1))
 
-    def __enter__(self) -> _Progress:
+    def __enter__(self) -> Self:
         self._bar.start()
         return self
 
@@ -979,6 +1071,19 @@ class _Progress:
             return
         done = float(summary.num_cases) if self._num_cases is not None else summary.seconds
         self._bar.update(self._task, completed=done, description=progress_line(summary))
+
+
+class _GateProgress(_Progress):
+    """The same for a gate, which does not know its end; called with the result so far."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None)
+        self._bar.update(self._task, total=None, description="gate")
+
+    def __call__(self, result: Any) -> None:  # a gate's result
+        failed = sum(candidate.verdict == "fail" for candidate in result.candidates)
+        text = f"{result.num_corpus + result.num_seeded} cases, {failed} of {len(result.candidates)} failed"
+        self._bar.update(self._task, description=text)
 
 
 def _folder_name(vllm: str) -> str:

@@ -5,7 +5,7 @@ Pure functions on block IDs. A cause is a slug that stays the same for one fault
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from oracle.selection import NULL
@@ -21,7 +21,8 @@ class Cause(NamedTuple):
 
 class Asked(NamedTuple):
     """One request's selection in one group: the tables of all groups, which is its own, the effective block size, other
-    block sizes that somebody might have used instead, and the external tokens [start, end). Sizes in tokens."""
+    block sizes that somebody might have used instead, and the external tokens [start, end). size_words: how somebody comes
+    to such a size. Sizes in tokens."""
 
     tables: Sequence[Sequence[int]]
     group: int
@@ -29,6 +30,7 @@ class Asked(NamedTuple):
     other_sizes: Sequence[int]
     start: int
     end: int
+    size_words: Mapping[int, str] = {}
 
     @property
     def table(self) -> Sequence[int]:
@@ -60,12 +62,14 @@ def _selection_cause(asked: Asked, expected: Sequence[int], chosen: Sequence[int
         return Cause("duplicate_block", sorted({position for position in got if got.count(position) > 1}))
     if set(got) == set(wanted):
         return Cause("wrong_order", got)
+    # Where nothing was chosen at all, many a size would do; only one with a reason of its own counts.
+    for size in asked.other_sizes if got and wanted else asked.size_words:
+        if chosen == _slice(asked, size):
+            reason = f": {asked.size_words[size]}" if size in asked.size_words else ""
+            words = f", as with blocks of {size} tokens instead of {asked.block_size}{reason}"
+            return Cause("wrong_block_size", sorted(set(got) ^ set(wanted)), words)
     if not got or not wanted:
         return Cause("extra_block", got) if got else Cause("missing_block", wanted)
-    for size in asked.other_sizes:
-        if chosen == _slice(asked, size):
-            words = f", as with blocks of {size} tokens instead of {asked.block_size}"
-            return Cause("wrong_block_size", sorted(set(got) ^ set(wanted)), words)
     if got != [position for block, position in place.items() if got[0] <= position <= got[-1]]:
         missing = sorted(set(wanted) - set(got))
         return Cause("missing_block", missing) if missing else Cause("extra_block", sorted(set(got) - set(wanted)))
@@ -95,6 +99,11 @@ def _shifted(got: Sequence[int], wanted: Sequence[int]) -> Cause:
     if got[-1] > wanted[-1]:
         return Cause("ends_late", [position for position in got if position > wanted[-1]])
     return Cause("ends_early", [position for position in wanted if position > got[-1]])
+
+
+def are_swapped(right: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) -> bool:
+    """Whether every group's blocks are there, each in its order, but in the places of other groups."""
+    return list(right) != list(found) and sorted(map(list, right)) == sorted(map(list, found))
 
 
 def routing_cause(sent: Sequence[int], received: Sequence[int]) -> str:

@@ -72,20 +72,21 @@ _WORDS = {
 }
 
 
-def compare(predicted: History, observed: History) -> Finding | None:
-    """The first divergence of an observed history from the predicted one, or None.
+def compare(predicted: History, observed: History, sides: tuple[str, str] = ("the model", "vLLM")) -> Finding | None:
+    """The first divergence of an observed history from the predicted one, or None. sides: what messages call the two.
 
     The model does not predict the worker: an exception there ends the comparison, and is left to the laws.
     """
-    return _Comparison(predicted, observed).first()
+    return _Comparison(predicted, observed, sides).first()
 
 
 class _Comparison:
     """Walks both histories side by side, with the state fields of each as they stand."""
 
-    def __init__(self, predicted: History, observed: History) -> None:
+    def __init__(self, predicted: History, observed: History, sides: tuple[str, str]) -> None:
         self._predicted = predicted
         self._observed = observed
+        self._sides = sides
         self._kinds: list[str] = []
         self._states: list[dict[str, Any]] = [{}, {}]
         self._fields: tuple[str, ...] = ()
@@ -138,7 +139,7 @@ class _Comparison:
         ]
         if theirs.groups and sizes[0] != sizes[1]:
             words = "block sizes in tokens (scheduler, hash, each group)"
-            return _difference("allocation", "geometry", 0, words, list(sizes[0]), list(sizes[1]))
+            return self._difference("allocation", "geometry", 0, words, list(sizes[0]), list(sizes[1]))
         return self._state(mine, theirs)
 
     def _scheduled(self, mine: Scheduled, theirs: Scheduled) -> Finding | None:
@@ -156,7 +157,7 @@ class _Comparison:
         )
         if not same:
             found = self._field(mine, theirs, _SCHEDULED)
-            return found or _difference(
+            return found or self._difference(
                 "schedule",
                 "schedule_order",
                 mine.step,
@@ -174,7 +175,7 @@ class _Comparison:
         for field, (kind, cause) in fields.items():
             ours, real = getattr(mine, field), getattr(theirs, field)
             if ours != real and ours is not None and real is not None:
-                return _difference(kind, cause, _step(mine), _WORDS.get(field, field), ours, real)
+                return self._difference(kind, cause, _step(mine), _WORDS.get(field, field), ours, real)
         return None
 
     def _state(self, mine: Any, theirs: Any) -> Finding | None:
@@ -198,9 +199,9 @@ class _Comparison:
             return self._key_difference(step, ours, real)
         index, mine, theirs = _first_difference(ours, real)
         where = {"refs": f"block {index}", "free": f"place {index} from the head", "deferred": f"entry {index}"}[field]
-        message = f"step {step}: {_WORDS[field]}: {where}: the model says {mine}, vLLM has {theirs}"
+        message = f"step {step}: {_WORDS[field]}: {where}: {self._both(mine, theirs)}"
         if field == "free":
-            message += f" ({len(ours)} free blocks in the model, {len(real)} in vLLM)"
+            message += f" ({len(ours)} free blocks in {self._sides[0]}, {len(real)} in {self._sides[1]})"
         shown = slice(index, index + 8)  # enough to see a swap or a shift, however large the pool
         return Finding(
             kind=kind,
@@ -215,7 +216,7 @@ class _Comparison:
     def _table_difference(self, step: int, ours: dict[str, list[list[int]]], real: dict[str, list[list[int]]]) -> Finding:
         for request in dict.fromkeys([*ours, *real]):
             if request not in ours or request not in real:
-                who = "the model" if request in ours else "vLLM"
+                who = self._sides[request not in ours]
                 return Finding(
                     kind="allocation",
                     cause="block_table",
@@ -240,8 +241,8 @@ class _Comparison:
                         positions=[position],
                         expected=mine,
                         observed=theirs,
-                        message=f"step {step}: {place(request, group, kind)}position {position}: the model says "
-                        f"{_block(block)}, vLLM has {_block(other)}",
+                        message=f"step {step}: {place(request, group, kind)}position {position}: "
+                        f"{self._both(_block(block), _block(other))}",
                     )
         raise AssertionError("the tables are equal")
 
@@ -263,7 +264,7 @@ class _Comparison:
             expected=mine.get(name, []),
             observed=theirs.get(name, []),
             message=f"step {step}: {place(None, group, kind)}key of the first {num_tokens} tokens of add {request_index}: "
-            f"the model links {_blocks(mine.get(name))}, vLLM {_blocks(theirs.get(name))}",
+            f"{self._sides[0]} links {_blocks(mine.get(name))}, {self._sides[1]} {_blocks(theirs.get(name))}",
         )
 
     def _types(self, mine: Record, theirs: Record) -> Finding:
@@ -276,13 +277,15 @@ class _Comparison:
             step=_step(theirs),
             expected=_describe(mine),
             observed=_describe(theirs),
-            message=f"the model expects {_describe(mine)}, vLLM answers with {_describe(theirs)}",
+            message=f"{self._sides[0]} expects {_describe(mine)}, {self._sides[1]} answers with {_describe(theirs)}",
         )
 
     def _lengths(self) -> Finding:
         """One history goes on where the other has ended."""
         longer, who = (
-            (self._predicted, "the model") if len(self._predicted) > len(self._observed) else (self._observed, "vLLM")
+            (self._predicted, self._sides[0])
+            if len(self._predicted) > len(self._observed)
+            else (self._observed, self._sides[1])
         )
         extra = longer[min(len(self._predicted), len(self._observed))]
         kind: Kind = "crash" if isinstance(extra, Failure) else "schedule"
@@ -295,23 +298,25 @@ class _Comparison:
             message=f"only {who} goes on, with {_describe(extra)}",
         )
 
+    def _difference(self, kind: Kind, cause: str, step: int, words: str, ours: Any, real: Any) -> Finding:
+        """A difference in a plain field; where it belongs to one request, the finding names it."""
+        request = None
+        where = ""
+        if isinstance(ours, dict) and isinstance(real, dict):
+            request = next(name for name in [*ours, *real] if ours.get(name) != real.get(name))
+            ours, real, where = ours.get(request), real.get(request), place(request)
+        return Finding(
+            kind=kind,
+            cause=cause,
+            step=step,
+            request=request,
+            expected=ours,
+            observed=real,
+            message=f"step {step}: {where}{words}: {self._both(ours, real)}",
+        )
 
-def _difference(kind: Kind, cause: str, step: int, words: str, ours: Any, real: Any) -> Finding:
-    """A difference in a plain field; where it belongs to one request, the finding names it."""
-    request = None
-    where = ""
-    if isinstance(ours, dict) and isinstance(real, dict):
-        request = next(name for name in [*ours, *real] if ours.get(name) != real.get(name))
-        ours, real, where = ours.get(request), real.get(request), place(request)
-    return Finding(
-        kind=kind,
-        cause=cause,
-        step=step,
-        request=request,
-        expected=ours,
-        observed=real,
-        message=f"step {step}: {where}{words}: the model says {ours}, vLLM has {real}",
-    )
+    def _both(self, ours: object, real: object) -> str:
+        return f"{self._sides[0]} says {ours}, {self._sides[1]} has {real}"
 
 
 def _first_difference(ours: Sequence[Any], real: Sequence[Any]) -> tuple[int, Any, Any]:

@@ -545,6 +545,11 @@ class Replay:
             lives.popleft()
         self._num_tokens.pop(request, None)
 
+    def num_prompt(self, request: str) -> int:
+        """Tokens in the prompt of the request that has this ID now; 0 if none has."""
+        lives = self._lives.get(request)
+        return self.prefixes.num_prompt(lives[0]) if lives else 0
+
     def unfinished(self) -> list[str]:
         """IDs of requests that had come before the last `run` ended and have neither finished nor been aborted."""
         num_adds = self._num_adds_by_run[self._num_runs - 1] if self._num_runs else 0

@@ -109,12 +109,12 @@ def serve(requests_fd: int, answers_fd: int, version: str, connector: str | None
     """Puts the connector in place, then serves requests until the parent closes its end. vLLM is imported by now."""
     inbox, outbox = Inbox(requests_fd), Outbox(answers_fd)
     try:
-        server = Server(version, connectors.install(connector))
+        installed = connectors.install(connector)
     except TargetInputError as error:
         outbox.send(wire.NotReady(bad_input=True, message=str(error)))
         return
-    outbox.send(wire.Ready(version))
-    answer = _Loop(server, outbox)
+    outbox.send(wire.Ready(version, installed.replaces))
+    answer = _Loop(Server(version, installed.name), outbox)
     while True:
         answer(inbox.get())
 

@@ -12,7 +12,7 @@ import inspect
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -58,20 +58,25 @@ def _parse(path: str) -> ast.Module:
 # ------------------------------------------------------------------------------------------- in the child, beside vLLM
 
 
-def install(connector: str | None) -> str | None:
-    """Makes vLLM use the connector. Returns the name for its configuration, None to keep each scenario's own.
+class Installed(NamedTuple):
+    """The connector under test. name: for vLLM's configuration, instead of each scenario's own; None to keep those.
+    replaces: the registered name that a file stands for."""
 
-    Raises TargetInputError where there is no such connector or its code does not import.
-    """
+    name: str | None = None
+    replaces: str | None = None
+
+
+def install(connector: str | None) -> Installed:
+    """Makes vLLM use the connector. Raises TargetInputError where there is none or its code does not import."""
     if connector is None:
-        return None
+        return Installed()
     if is_file(connector):
-        return _install_file(connector)
+        return Installed(replaces=_install_file(connector))
     if ":" in connector:
-        return _import_class(connector)
+        return Installed(_import_class(connector))
     if connector not in _registered():
         raise TargetInputError(f"--connector {connector}: not registered; known: {', '.join(sorted(_registered()))}")
-    return connector
+    return Installed(connector)
 
 
 def _registered() -> dict[str, Any]:
@@ -92,7 +97,8 @@ def _import_class(connector: str) -> str:
 
 
 def _install_file(path: str) -> str:
-    """Loads the file as the module that the registered connector lives in, so that vLLM finds it in its place."""
+    """Loads the file as the module that the registered connector lives in, so that vLLM finds it in its place. Returns the
+    registered name."""
     defined = {node.name for node in _parse(path).body if isinstance(node, ast.ClassDef)}
     names = sorted(name for name, (_, class_name) in _homes().items() if class_name in defined)
     if len(names) != 1:

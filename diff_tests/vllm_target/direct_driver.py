@@ -147,6 +147,7 @@ class DirectDriver:
                 self._finish(request)
             del self._tables[request_id]
             self._admitted.pop(request_id, None)
+            self._watch.forget(request_id)
         result = "gone" if request is None else "done"
         self._out.emit(
             Acted(step=self._out.step, action="abort", request=request_id, result=result, tables=dict(self._tables))

@@ -223,9 +223,10 @@ class Child:
         self._host.num_children += 1
         self._buffer = bytearray()
         self._end: str | None = None
-        self.version = self._wait_until_ready()
+        ready = self._wait_until_ready()
+        self.version, self.replaces = ready.version, ready.replaces
 
-    def _wait_until_ready(self) -> str:
+    def _wait_until_ready(self) -> wire.Ready:
         try:
             message = self._next_message(time.monotonic() + _START_TIMEOUT_S)
         except (_Silence, _Closed) as end:
@@ -236,7 +237,7 @@ class Child:
             self.kill()
             raise TargetInputError(message.message)
         assert isinstance(message, wire.Ready)
-        return message.version
+        return message
 
     def send(self, message: wire.ToChild) -> None:
         """Hands a message over. A child that is gone shows when its answer is read."""

@@ -73,3 +73,7 @@ class Watch:
         self.asked = []
         self.external = {}
         self.tables = {}
+
+    def forget(self, request_id: str) -> None:
+        """The request is gone before the step in which it would have been admitted: nothing that was answered counts."""
+        self.asked = [asked for asked in self.asked if asked[0] != request_id]

@@ -141,6 +141,11 @@ def base_version(version: str) -> str:
     return version.partition("+")[0]
 
 
+def is_release(vllm: str) -> bool:
+    """Whether a `--vllm` argument names an unmodified release that has rules of its own."""
+    return (installed_version() if vllm == CURRENT else vllm) in RELEASES
+
+
 def resolve(vllm: str) -> Source:
     """What a `--vllm` argument names: `current`, a release (fetched once), or a path. Raises Target*Error."""
     if vllm == CURRENT:

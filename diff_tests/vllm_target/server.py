@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
+
+import torch
 
 from diff_tests.vllm_target import configs, direct_driver, scheduler_driver, wire, workload_driver
 from diff_tests.vllm_target.connectors import contract_name, with_connector
@@ -10,7 +13,7 @@ from diff_tests.vllm_target.defects import DEFECTS
 from oracle.contracts import contract_for
 from sim.history import Record
 from sim.releases import rules_of
-from sim.scenario import Scenario
+from sim.scenario import Scenario, encode
 
 
 class Server:
@@ -29,6 +32,8 @@ class Server:
         planted = DEFECTS[defect]() if defect else None
         driver = direct_driver if scenario.driver == "direct" else scheduler_driver
         scenario = with_connector(scenario, self._connector)
+        if scenario.connector is not None and scenario.connector.extra.get("fill_std"):
+            torch.manual_seed(zlib.crc32(encode(scenario)))  # values are drawn: the same scenario draws the same
         driver.run(scenario, self._version, contract, planted, emit)
 
     def effective(self, scenario: Scenario) -> Scenario:

@@ -31,13 +31,15 @@ _PIPELINE_DEPTH = 8
 @dataclass(frozen=True)
 class TargetInfo:
     """What runs. vllm: as asked for. version: what vLLM says of itself. rules: what to judge it by. known_release: an
-    unmodified release that has rules of its own. connector: as asked for, None for each scenario's own."""
+    unmodified release that has rules of its own. connector: as asked for, None for each scenario's own. replaces: the
+    registered connector whose place a connector file takes."""
 
     vllm: str
     version: str
     rules: Rules
     known_release: bool
     connector: str | None
+    replaces: str | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class Target:
             self._child = Child(self._source, self._connector)
             version = self._child.version
             known = self._source.kind != "path" and base_version(version) in RELEASES
-            self._info = TargetInfo(self.vllm, version, self._rules(version), known, self._connector)
+            self._info = TargetInfo(self.vllm, version, self._rules(version), known, self._connector, self._child.replaces)
         assert self._info is not None
         return self._info
 

@@ -86,9 +86,10 @@ class AskCpuTime(Struct, tag="cpu_time"):
 
 
 class Ready(Struct, tag="ready"):
-    """vLLM is imported and the connector is in place."""
+    """vLLM is imported and the connector is in place. replaces: the registered connector whose place a file takes."""
 
     version: str
+    replaces: str | None = None
 
 
 class NotReady(Struct, tag="not_ready"):

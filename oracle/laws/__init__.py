@@ -10,14 +10,26 @@ from functools import cache
 
 from oracle.contracts import Contract
 from oracle.findings import Finding
-from oracle.laws import connector, content, events, pool, progress
+from oracle.laws import answers, connector, content, events, pool, progress
 from oracle.laws.progress import same_history
 from oracle.laws.trial import LAWS, Check, End, Law, Trial
 from sim.history import History
 from sim.releases import Rules
 from sim.scenario import Scenario
 
-__all__ = ["LAWS", "Law", "connector", "content", "events", "judge", "pool", "progress", "same_history", "sentence"]
+__all__ = [
+    "LAWS",
+    "Law",
+    "answers",
+    "connector",
+    "content",
+    "events",
+    "judge",
+    "pool",
+    "progress",
+    "same_history",
+    "sentence",
+]
 
 LAWS.sort(key=lambda law: law.number)
 

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 
-from oracle.causes import Asked, Cause, FillAsked, routing_cause, selection_causes, unwritten_cause, written_cause
+from oracle.causes import (
+    Asked,
+    Cause,
+    FillAsked,
+    are_swapped,
+    routing_cause,
+    selection_causes,
+    unwritten_cause,
+    written_cause,
+)
 from oracle.findings import token_range
 from oracle.laws.trial import End, Trial, law
 from oracle.selection import NULL
-from oracle.values import ELEMENT_BYTES, clamped_moments
+from oracle.values import ELEMENT_BYTES, FillValue, clamped_moments
 from sim.geometry import block_sizes
 from sim.history import Scheduled, Selection, Selections, Start, Written
 
@@ -62,6 +72,12 @@ def _check_selected(
             "selection", 4, "wrong_group_count", message, request=request, expected=expected, observed=selection.groups
         )
         return
+    if are_swapped(expected, selection.groups):
+        message = f"blocks {selection.groups} selected, which are right, but in the places of other groups: {expected}"
+        trial.report(
+            "selection", 4, "swapped_groups", message, request=request, expected=expected, observed=selection.groups
+        )
+        return
     for group, (right, chosen) in enumerate(zip(expected, selection.groups, strict=True)):
         if right != chosen:
             asked = Asked(
@@ -71,6 +87,7 @@ def _check_selected(
                 _other_sizes(trial, group),
                 num_local,
                 num_local + num_external,
+                _size_words(trial, group),
             )
             for cause in selection_causes(asked, right, chosen):
                 _report_selection(trial, request, asked, cause, right, chosen)
@@ -84,6 +101,16 @@ def _other_sizes(trial: Trial, group: int) -> list[int]:
         sizes += [view.block_size, spec.block]
     own = trial.replay.groups[group].block_size
     return [size for size in dict.fromkeys(sizes) if size != own]
+
+
+def _size_words(trial: Trial, group: int) -> dict[int, str]:
+    """How decode context parallelism leads to a wrong block size."""
+    block, dcp = trial.scenario.groups[group].block, trial.scenario.engine.dcp
+    if dcp == 1:
+        return {}
+    if trial.replay.groups[group].block_size == block:
+        return {block * dcp: f"decode context parallelism of {dcp} applied to a group that is not sharded"}
+    return {block: f"decode context parallelism of {dcp} ignored"}
 
 
 def _report_selection(
@@ -154,6 +181,11 @@ def _report_routing(trial: Trial, request: str, sent: Selection | None, received
     if sent.tokens != received.tokens or len(sent.groups) != len(received.groups):
         message = f"the worker was told {received}, the scheduler had sent {sent}"
         return trial.report("routing", 5, "wrong_tokens", message, request=request)
+    if are_swapped(sent.groups, received.groups):
+        message = f"blocks {sent.groups} selected, which arrived in the places of other groups: {received.groups}"
+        return trial.report(
+            "routing", 5, "swapped_groups", message, request=request, expected=sent.groups, observed=received.groups
+        )
     for group, (ids, arrived) in enumerate(zip(sent.groups, received.groups, strict=True)):
         if ids != arrived:
             cause = routing_cause(ids, arrived)
@@ -187,9 +219,11 @@ def check_fill(trial: Trial, record: Start | Scheduled) -> None:
     else:
         return
     fill = FillAsked(wanted, trial.rows_per_block)
-    looked_at = set()
+    looked_at = {entry.layer for entry in record.written}
+    for one, other in _swapped_groups(trial.contract.values, record.written, fill):
+        message = f"the blocks of groups {one} and {other} were written through each other's layers"
+        trial.report("fill", 6, "swapped_groups", message, group=one, expected=wanted[one], observed=wanted[other])
     for entry in record.written:
-        looked_at.add(entry.layer)
         if entry.state != "filled":
             _report_written(trial, record, entry, fill)
         elif entry.mean is not None and entry.std is not None:
@@ -200,6 +234,51 @@ def check_fill(trial: Trial, record: Start | Scheduled) -> None:
             if layer not in looked_at:
                 message = f"layer {layer}: nothing is known of blocks {ids}, which were to be written"
                 trial.report("fill", 6, "not_looked_at", message, group=group, expected=ids)
+
+
+def _swapped_groups(values: Sequence[FillValue], written: Sequence[Written], fill: FillAsked) -> list[tuple[int, int]]:
+    """Pairs of groups that were written through each other's layers.
+
+    Each group's blocks hold the other's value; or each group's layers hold the other's blocks in place of their own. Where
+    groups share memory, layers that both have come out right either way: then the layers that one has more tell.
+    """
+    wrong = {(entry.group, entry.value) for entry in written if entry.state == "wrong_value"}
+    if not wrong and all(entry.state != "unwritten" for entry in written):
+        return []
+    ids = [sorted(blocks) for blocks in fill.wanted]
+    return [
+        (one, other)
+        for one, other in combinations([group for group, blocks in enumerate(ids) if blocks], 2)
+        if (_holds_value(wrong, one, values[other]) and _holds_value(wrong, other, values[one]))
+        or _hold_each_others(_places(written, one), _places(written, other), ids[one], ids[other])
+    ]
+
+
+def _holds_value(wrong: set[tuple[int, str | None]], group: int, value: FillValue) -> bool:
+    """Whether blocks of the group hold another group's value, told by elements of its own size."""
+    element = value.element.hex()
+    return any(
+        found is not None and bool(element) and found == element * (len(found) // len(element))  # floors: or unequal
+        for holder, found in wrong
+        if holder == group
+    )
+
+
+def _places(written: Sequence[Written], group: int) -> list[dict[str, list[int]]]:
+    """For each layer of a group: its blocks by state."""
+    layers: dict[str, dict[str, list[int]]] = {}
+    for entry in written:
+        if entry.group == group:
+            layers.setdefault(entry.layer, {}).setdefault(entry.state, []).extend(entry.blocks)
+    return [{state: sorted(blocks) for state, blocks in layer.items()} for layer in layers.values()]
+
+
+def _hold_each_others(
+    mine: Sequence[dict[str, list[int]]], theirs: Sequence[dict[str, list[int]]], my_ids: list[int], their_ids: list[int]
+) -> bool:
+    swapped = [{"unwritten": my_ids, "outside": their_ids} in mine, {"unwritten": their_ids, "outside": my_ids} in theirs]
+    right = [{"filled": my_ids} in mine, {"filled": their_ids} in theirs]
+    return all(swapped) or (all(right) and any(swapped))
 
 
 def _union(received: Selections, num_groups: int) -> list[list[int]]:
@@ -222,18 +301,28 @@ def _report_written(trial: Trial, record: Start | Scheduled, entry: Written, fil
     if entry.state == "unwritten":
         cause = unwritten_cause(fill, group, blocks)
         message = f"{what} were to be written, but were not"
+        if cause == "wrong_layers":
+            message += "; at most other groups' blocks were written there"
     elif entry.state == "wrong_value":
         cause, group = written_cause(fill, group, blocks, "wrong_value")
         value = trial.contract.values[entry.group]
-        right = "drawn values" if value.is_random else value.element.hex()
+        right = f"drawn {value.dtype} values" if value.is_random else f"{value.element.hex()} ({_in_words(value)})"
         message = f"{what} are wrong: elements {entry.value or 'of no one value'} instead of {right}"
     else:
         cause, group = written_cause(fill, group, blocks, "outside_selection")
         message = f"{what} were written unasked; block {blocks[0]} {trial.replay.describe(blocks[0])}"
+        if len(set(blocks).union(*fill.wanted)) == trial.replay.num_blocks:
+            cause = "whole_tensor"
+            message += f"; all {trial.replay.num_blocks} blocks of the pool were written, not those selected"
     request = _request_of(record, group, blocks)
     return trial.report(
         "fill", 6, cause, message, request=request, group=group, expected=list(fill.wanted[group]), observed=blocks
     )
+
+
+def _in_words(value: FillValue) -> str:
+    """`0.015 as fp8_e4m3`; memory without a number format of its own is all zeros."""
+    return "zeros" if value.dtype == "raw" else f"{value.mean:g} as {value.dtype}"
 
 
 def _request_of(record: Start | Scheduled, group: int, blocks: Sequence[int]) -> str | None:

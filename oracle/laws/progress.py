@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from oracle.findings import Finding
 from oracle.laws.trial import End, Trial, law
 from sim.history import Acted, Failure, History, Scheduled, Updated
@@ -22,7 +24,16 @@ def check_failure(trial: Trial, record: Failure) -> None:
     """Law 7."""
     cause = "out_of_blocks" if "free blocks" in record.message else f"{record.phase}_exception"
     message = f"{record.type} in phase {record.phase}: {record.message}"
+    group = _group_in(record.message, len(trial.scenario.groups))
+    if group is not None:
+        message += f" (group {group} is {trial.scenario.groups[group].kind})"
     trial.report("crash", 7, cause, message, observed=record.type)
+
+
+def _group_in(message: str, num_groups: int) -> int | None:
+    """The KV cache group that the words of an exception name, if they name one."""
+    named = re.search(r"\bgroup[ =](\d+)\b", message)
+    return int(named[1]) if named and int(named[1]) < num_groups else None
 
 
 @law(

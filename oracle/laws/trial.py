@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from oracle.content import Replay
 from oracle.contracts import Contract
@@ -12,6 +12,9 @@ from sim.history import Acted, Record, Scheduled, Selections, Start, Updated
 from sim.releases import Rules
 from sim.scenario import Scenario
 from sim.startup import smallest_pool
+
+if TYPE_CHECKING:
+    from oracle.laws.answers import Dialogue
 
 STATES = (Start, Scheduled, Updated, Acted)
 """Records with state fields."""
@@ -29,8 +32,8 @@ class Trial:
     """One history before the laws. replay: what the records show so far.
 
     rows_per_block: kernel blocks in a manager block, by group. layers: names by group. last_sent: the metadata sent last,
-    by request. drawn: per group (elements, mean, deviation) of each random fill. states: how often a state came back
-    since a token was gained.
+    by request. dialogue: the contract's answers so far. drawn: per group (elements, mean, deviation) of each random fill.
+    states: how often a state came back since a token was gained.
     """
 
     def __init__(self, scenario: Scenario, rules: Rules, contract: Contract | None) -> None:
@@ -42,6 +45,7 @@ class Trial:
         self.rows_per_block = [group.block // (group.kernel_block or group.block) for group in scenario.groups]
         self.layers: list[list[str]] = [[] for _ in scenario.groups]
         self.last_sent: Selections = {}
+        self.dialogue: Dialogue | None = None
         self.drawn: dict[int, list[tuple[int, float, float]]] = {}
         self.states: dict[object, int] = {}
         self._reported: set[object] = set()

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from oracle.causes import Asked, FillAsked, routing_cause, selection_causes, unwritten_cause, written_cause
+from oracle.causes import (
+    Asked,
+    FillAsked,
+    are_swapped,
+    routing_cause,
+    selection_causes,
+    unwritten_cause,
+    written_cause,
+)
 
 FULL = [[11, 12, 13, 14, 15, 16]]  # one group, blocks of 4 tokens
 WINDOW = [[1, 2, 3, 4], [0, 0, 7, 8]]  # the second group's window has left two blocks
@@ -144,3 +152,18 @@ class TestFill:
 
     def test_blocks_of_one_row(self) -> None:
         assert unwritten_cause(self.plain, 0, [4]) == "missing_block"
+
+
+def test_groups_whose_blocks_are_all_there_but_in_each_others_places():
+    assert are_swapped([[1, 2], [3]], [[3], [1, 2]])
+    assert not are_swapped([[1, 2], [3]], [[1, 2], [3]])
+    assert not are_swapped([[1, 2], [3]], [[2, 1], [3]])
+    assert not are_swapped([[1, 2], [3]], [[3], [1]])
+
+
+def test_no_block_at_all_points_to_a_block_size_only_with_a_reason():
+    asked = Asked([[0, 0, 5]], 0, 16, [32], 0, 48)
+    assert slugs(asked, [5], []) == ["missing_block"]
+    (cause,) = selection_causes(asked._replace(size_words={32: "the reason"}), [5], [])
+    assert cause.slug == "wrong_block_size"
+    assert cause.words.endswith("blocks of 32 tokens instead of 16: the reason")

@@ -492,7 +492,7 @@ def test_law_4_a_block_size_without_context_parallelism() -> None:
     select(history, 0, [1, 2], case, step=1)
     (finding,) = verdicts(case, history)
     assert (finding.cause, finding.expected) == ("wrong_block_size", [1])
-    assert finding.message.endswith("as with blocks of 16 tokens instead of 32")
+    assert finding.message.endswith("as with blocks of 16 tokens instead of 32: decode context parallelism of 2 ignored")
 
 
 def test_law_4_a_request_that_is_left_out() -> None:

@@ -1,0 +1,215 @@
+"""Single edits of the installed vLLM, most of them faults of the DecodeBenchConnector that somebody could really write.
+
+An edit names a function and what changes in it, and is applied to the syntax tree of the installed file: nothing of
+vLLM's code is kept here. An edit that finds nothing to change is an error.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+Change = Callable[[ast.AST], ast.AST | None]
+
+
+class Edit(NamedTuple):
+    """function: `Class.method` or a function's name. change: what becomes of each node in it; the node itself: nothing.
+
+    causes: what a headline may give as cause. words: what its sentence has to say besides.
+    """
+
+    function: str
+    change: Change
+    causes: frozenset[str] = frozenset()
+    words: str = ""
+
+    def applied_to(self, source: str) -> str:
+        """The source with the edit. Raises ValueError if nothing changed."""
+        tree = ast.parse(source)
+        editor = _Editor(self.change)
+        editor.visit(_function(tree, self.function))
+        if editor.num_changes != 1:
+            raise ValueError(f"{self.function}: {editor.num_changes} places changed instead of one")
+        return ast.unparse(ast.fix_missing_locations(tree)) + "\n"
+
+
+def installed_vllm() -> Path:
+    """The folder of the installed vLLM package."""
+    spec = find_spec("vllm")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return Path(spec.submodule_search_locations[0])
+
+
+def _function(tree: ast.AST, path: str) -> ast.AST:
+    for name in path.split("."):
+        tree = next(node for node in ast.iter_child_nodes(tree) if getattr(node, "name", None) == name)
+    return tree
+
+
+class _Editor(ast.NodeTransformer):
+    def __init__(self, change: Change) -> None:
+        self._change = change
+        self.num_changes = 0
+
+    def visit(self, node: ast.AST) -> ast.AST | None:
+        changed = self._change(node)
+        if changed is not node:
+            self.num_changes += 1
+            return changed
+        return self.generic_visit(node)
+
+
+def _expression(text: str) -> ast.expr:
+    return ast.parse(text, mode="eval").body
+
+
+def _assigned(name: str, text: str) -> Change:
+    """The assignment to `name` gets another value."""
+
+    def change(node: ast.AST) -> ast.AST:
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]:
+            return ast.Assign(targets=node.targets, value=_expression(text), lineno=node.lineno)
+        return node
+
+    return change
+
+
+def _replaced(old: str, new: str) -> Change:
+    """An expression becomes another one."""
+
+    def change(node: ast.AST) -> ast.AST:
+        return _expression(new) if isinstance(node, ast.expr) and ast.unparse(node) == old else node
+
+    return change
+
+
+def _without_condition(node: ast.AST) -> ast.AST:
+    """A comprehension that takes everything."""
+    if isinstance(node, ast.comprehension) and node.ifs:
+        return ast.comprehension(target=node.target, iter=node.iter, ifs=[], is_async=0)
+    return node
+
+
+def _statement_becomes(old: str, new: str, node: ast.AST) -> ast.AST:
+    return ast.parse(new).body[0] if isinstance(node, ast.stmt) and ast.unparse(node).startswith(old) else node
+
+
+def _statement(old: str, new: str) -> Change:
+    """The statement that begins like this becomes another one."""
+    return partial(_statement_becomes, old, new)
+
+
+def _causes(*slugs: str) -> frozenset[str]:
+    return frozenset(slugs)
+
+
+_SCHEDULER, _WORKER = "DecodeBenchConnectorScheduler", "DecodeBenchConnectorWorker"
+_SELECT = f"{_SCHEDULER}.update_state_after_alloc"
+_SLICE = "group_blocks[external_block_start:num_computed_blocks]"
+
+EDITS: dict[str, Edit] = {
+    "start_at_block_0": Edit(_SELECT, _assigned("external_block_start", "0"), _causes("starts_early")),
+    "start_rounded_up": Edit(
+        _SELECT,
+        _assigned("external_block_start", "cdiv(num_local_computed_tokens, group_block_size)"),
+        _causes("starts_late"),
+    ),
+    "end_from_external_tokens": Edit(
+        _SELECT,
+        _assigned("num_computed_blocks", "cdiv(num_external_tokens, group_block_size)"),
+        _causes("ends_early"),
+    ),
+    "one_block_size": Edit(
+        f"{_SCHEDULER}.__init__",
+        _replaced("group.kv_cache_spec", "self.kv_cache_groups[0].kv_cache_spec"),
+        _causes("wrong_block_size"),
+    ),
+    "dcp_ignored": Edit(
+        f"{_SCHEDULER}.__init__", _assigned("dcp_world_size", "1"), _causes("wrong_block_size"), "context parallel"
+    ),
+    "dcp_everywhere": Edit(
+        f"{_SCHEDULER}.__init__",
+        _replaced(
+            "resolve_dcp_kv_block_size(group.kv_cache_spec, dcp_world_size)",
+            "group.kv_cache_spec.block_size * dcp_world_size",
+        ),
+        _causes("wrong_block_size"),
+        "context parallel",
+    ),
+    "nulls_kept": Edit(_SELECT, _without_condition, _causes("null_selected")),
+    "circular_sliced": Edit(_SELECT, _assigned("is_circular_buffer", "False"), _causes("schedule_exception"), "circular"),
+    "circular_filled_with_mean": Edit(
+        f"{_WORKER}.__init__", _assigned("self._zero_fill_group_ids", "set()"), _causes("wrong_value"), "circular"
+    ),
+    "layers_of_group_0": Edit(
+        f"{_WORKER}._fill_blocks",
+        _assigned("layer_names", "self.group_to_layers.get(0, [])"),
+        _causes("wrong_layers"),
+    ),
+    "groups_swapped_in_the_metadata": Edit(
+        f"{_SCHEDULER}.build_connector_meta",
+        _replaced(
+            "self._pending_fills.copy()", "{key: (ids[::-1], num) for key, (ids, num) in self._pending_fills.items()}"
+        ),
+        _causes("swapped_groups"),
+    ),
+    "groups_swapped_in_the_worker": Edit(
+        f"{_WORKER}.start_fill_kv",
+        _replaced("enumerate(block_ids_per_group)", "enumerate(block_ids_per_group[::-1])"),
+        _causes("swapped_groups", "wrong_layers"),
+    ),
+    "last_block_dropped": Edit(
+        _SELECT,
+        _replaced(_SLICE, "group_blocks[external_block_start:num_computed_blocks - 1]"),
+        _causes("ends_early", "missing_block"),
+    ),
+    "one_extra_block": Edit(
+        _SELECT, _replaced(_SLICE, "group_blocks[external_block_start:num_computed_blocks + 1]"), _causes("ends_late")
+    ),
+    "metadata_not_cleared": Edit(
+        f"{_SCHEDULER}.build_connector_meta", _statement("self._pending_fills.clear", "pass"), _causes("stale_metadata")
+    ),
+    "request_never_forgotten": Edit(
+        f"{_SCHEDULER}.request_finished",
+        _statement("self._filled_requests.discard", "pass"),
+        _causes("request_not_forgotten"),
+    ),
+    "fp8_as_plain_bytes": Edit(
+        f"{_WORKER}.__init__",
+        _replaced("_get_fp8_dtype(spec, vllm_config.cache_config.cache_dtype)", "None"),
+        _causes("wrong_value"),
+        "fp8",
+    ),
+    "whole_tensor": Edit(
+        f"{_WORKER}._fill_block_tensor",
+        _statement("kv_cache[", "kv_cache[:] = fill_values[:1].view(kv_cache.dtype)"),
+        _causes("whole_tensor"),
+    ),
+}
+
+# What repairs the known issue kernel-rows: block IDs become rows of kernel blocks.
+REPAIR = (
+    Edit(
+        f"{_WORKER}.__init__",
+        _statement("self.kv_caches", "self.kv_caches, self.num_blocks = None, kv_cache_config.num_blocks"),
+    ),
+    Edit(
+        f"{_WORKER}._fill_block_tensor",
+        _assigned(
+            "block_ids_tensor",
+            "torch.tensor([block * ratio + row for ratio in [len(kv_cache) // self.num_blocks] for block in block_ids"
+            " for row in range(ratio)], device=kv_cache.device)",
+        ),
+    ),
+)
+
+# Not the connector's: new blocks are taken from the free queue in another order.
+FREE_ORDER = Edit(
+    "BlockPool.get_new_blocks",
+    _replaced("self.free_block_queue.popleft_n(num_blocks)", "self.free_block_queue.popleft_n(num_blocks)[::-1]"),
+)
