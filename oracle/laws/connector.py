@@ -243,6 +243,8 @@ def _swapped_groups(values: Sequence[FillValue], written: Sequence[Written], fil
     groups share memory, layers that both have come out right either way: then the layers that one has more tell.
     """
     wrong = {(entry.group, entry.value) for entry in written if entry.state == "wrong_value"}
+    if any(ratio > 1 for ratio in fill.rows_per_block):
+        return []  # rows taken for blocks look alike
     if not wrong and all(entry.state != "unwritten" for entry in written):
         return []
     ids = [sorted(blocks) for blocks in fill.wanted]
@@ -311,7 +313,7 @@ def _report_written(trial: Trial, record: Start | Scheduled, entry: Written, fil
     else:
         cause, group = written_cause(fill, group, blocks, "outside_selection")
         message = f"{what} were written unasked; block {blocks[0]} {trial.replay.describe(blocks[0])}"
-        if len(set(blocks).union(*fill.wanted)) == trial.replay.num_blocks:
+        if cause != "wrong_rows" and len(set(blocks).union(*fill.wanted)) == trial.replay.num_blocks:
             cause = "whole_tensor"
             message += f"; all {trial.replay.num_blocks} blocks of the pool were written, not those selected"
     request = _request_of(record, group, blocks)
