@@ -122,6 +122,9 @@ class BlockLives:
         if isinstance(record, Scheduled):
             self._tell_worker(record)
             self._tell_computed(record)
+        elif isinstance(record, Updated):
+            for block in record.lost:
+                self._add(block, "wrong", "its load failed", None, None)
         self._take_deferred(state)
         if isinstance(record, Scheduled):
             self.colour(record.step)

@@ -278,10 +278,16 @@ def _empty_words(story: Story, table: TableView, empty: Sequence[Row], has_subje
     num_local, num_external = step.hits.get(table.request, 0), step.external.get(table.request, 0)
     blocks = f"block{'s' if len(empty) > 1 else ''} {_runs([row.block or 0 for row in empty])} ({_positions(empty)})"
     meant = f"meant for external {token_range(num_local, num_local + num_external)}"
-    if empty[0].verdict == "wrong value":
-        return f"{'' if has_subject else 'wrote a wrong value into '}{blocks}, {meant}"
-    end = empty[0].verdict if empty[0].verdict != "stayed empty" else "stayed empty"
-    return f"{blocks}, {meant}, {end}" if has_subject else f"left out {blocks}, {meant}: {end}"
+    verdict = empty[0].verdict
+    if has_subject and verdict != "wrong value":
+        return f"{blocks}, {meant}, {verdict}"
+    verb = {
+        "wrong value": "wrote a wrong value into",
+        "stayed empty": "did not fill",
+        "not selected": "did not select",
+        "not received": "did not pass on",
+    }[verdict]
+    return f"{verb} {blocks}, {meant}"
 
 
 def _positions(rows: Sequence[Row]) -> str:

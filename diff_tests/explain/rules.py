@@ -158,6 +158,11 @@ _ALL = (
     ),
     Rule("6.12", "Outputs are appended in the order of the schedule; who has finished is freed at once.", Scheduler.update),
     Rule(
+        "6.13",
+        "Where a load failed, a request keeps the tokens before the first block without content and computes the rest.",
+        Scheduler._fail_blocks,
+    ),
+    Rule(
         "7.2",
         "Of each group the blocks that hold external tokens, and no others: local hits stay as they are, a ring counts "
         "whole, and of a state-space group only the last state.",
@@ -196,6 +201,7 @@ _BY_CAUSE = {
     "external_tokens": ("6.3",),
     "admitted": ("6.3", "5.2"),
     "arrived": ("6.8",),
+    "lost_blocks": ("6.13",),
     "resumed": ("6.3", "5.2"),
     "scheduled_tokens": ("6.2",),
     "schedule_order": ("6.2", "6.3"),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from diff_tests.explain.blocks import BlockLives, Cell, Event, Origin, Place, links_of
 from diff_tests.explain.lookups import Lookup, Lookups
+from diff_tests.explain.words import count, names
 from oracle.content import Replay
 from oracle.contracts import Contract
 from sim.history import Acted, Failure, History, Record, Refusal, Scheduled, Start, State, Tables, Updated, resolve
@@ -159,6 +160,10 @@ class Story:
     def _take_output(self, record: Updated) -> None:
         step = self.steps.get(record.step) or self.steps[self.last_step]
         step.finished += record.finished
+        if record.arrived:
+            step.notes.append(f"the load of {names(record.arrived)} arrived")
+        if record.lost:
+            step.notes.append(f"{count(len(record.lost), 'block')} reported as not loaded")
         step.new_tokens = record.new_tokens
         self._lookups.add_outputs(record.new_tokens)
         for request in record.finished:

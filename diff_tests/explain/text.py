@@ -82,9 +82,14 @@ def print_explanation(console: Console, explanation: Explanation) -> None:
     _say(console, explanation.headline, "bold red" if explanation.finding is not None else "bold")
     if explanation.known_issue is not None:
         _say(console, f"Known issue {explanation.known_issue[0]}: {explanation.known_issue[1]}")
-    for table in explanation.tables:
+    shown = [table for table in explanation.tables if not _is_beside_the_point(explanation, table)]
+    for table in shown:
         _print_table(console, table, is_focus=table.step == explanation.step)
-    if any(table.has_marks for table in explanation.tables):
+    if len(shown) < len(explanation.tables):
+        others = [table for table in explanation.tables if table not in shown]
+        console.print()
+        _say(console, "Nothing wrong in " + "; ".join(f"{t.request}, group {t.group} ({t.group_kind})" for t in others))
+    if any(table.has_marks for table in shown):
         _say(console, _LEGEND, "dim")
     console.print()
     _print_timeline(console, explanation.timeline)
@@ -98,6 +103,14 @@ def print_explanation(console: Console, explanation: Explanation) -> None:
     if explanation.others:
         _say(console, f"And {count(len(explanation.others), 'more finding')}; `kvoracle run` lists them.")
     _say(console, explanation.title, "dim")
+
+
+def _is_beside_the_point(explanation: Explanation, table: TableView) -> bool:
+    """Another group than the finding's, with nothing wrong in it."""
+    finding = explanation.finding
+    if finding is None or finding.group in (None, table.group):
+        return False
+    return not any(row.is_wrong for row in table.rows)
 
 
 def print_checked(console: Console, checked: Checked) -> None:
@@ -248,7 +261,11 @@ def _distance(moment: Moment, offset: int) -> float:
 
 def _print_lookup(console: Console, lookup: Lookup) -> None:
     console.print()
-    _say(console, f"Lookup of {lookup.request} in step {lookup.step}: {lookup.words}")
+    who = f"Lookup of {lookup.request} in step {lookup.step}"
+    if lookup.groups and all(part.fate.kind == "never_stored" and not part.alone for part in lookup.groups):
+        _say(console, f"{who}: {lookup.hit} of {lookup.num_tokens} tokens are hit; {lookup.groups[0].fate.words}")
+        return
+    _say(console, f"{who}: {lookup.words}")
     alike: dict[tuple[int, str], list[int]] = {}
     for part in lookup.groups:
         alike.setdefault((part.alone, part.words), []).append(part.group)

@@ -173,6 +173,21 @@ def test_a_history_that_shows_tables_only_is_told_as_far_as_it_goes():
     assert not any(step.lookups for step in story.steps.values())
 
 
+def test_loads_that_arrive_and_that_fail_are_told():
+    case = scenario(
+        "{blocks: 40, max_model_len: 256}",
+        "[{kind: full, block: 16}]",
+        "[{add: {id: A, prompt: [[a, 40]], external: 32, load: async}}, {step: 1}, {load_done: A}, {step: 2},"
+        " {add: {id: B, prompt: [[b, 40]], external: 32, load: async}}, {step: 1},"
+        " {load_failed: {id: B, from_block: 1}}, {step: 2}]",
+        "{name: scripted}",
+    )
+    story = story_of(case)
+    notes = [note for step in story.steps.values() for note in step.notes]
+    assert notes == ["the load of A arrived", "the load of B arrived", "1 block reported as not loaded"]
+    assert [block for block in range(1, 40) if any(e.words == "its load failed" for e in story.life(block))]
+
+
 # --------------------------------------------------------------------------------------------------------------- lookups
 
 
