@@ -1144,6 +1144,25 @@ def _load_refused(walk: Walk, record: Scheduled) -> bool:
     )
 
 
+def _recomputes(scenario: Scenario) -> bool:
+    return scenario.connector is not None and scenario.connector.load_failure == "recompute"
+
+
+@shows("load fails and is computed again", "update", possible=lambda s: _is_scripted(s) and _recomputes(s))
+def _fails_and_recomputes(walk: Walk, record: Updated) -> bool:
+    return bool(record.lost)
+
+
+@shows("load fails and its request ends", "update", possible=lambda s: _is_scripted(s) and not _recomputes(s))
+def _fails_and_ends(walk: Walk, record: Updated) -> bool:
+    return bool(record.lost) and bool(record.finished)
+
+
+@shows("late load fails", "update", possible=_is_scripted)
+def _late_load_fails(walk: Walk, record: Updated) -> bool:
+    return bool(record.lost) and any("loading" in life.facts for life in walk.lives)
+
+
 @shows("fills judged", "schedule", possible=_has_connector, needs_worker=True)
 def _fills(walk: Walk, record: Scheduled) -> int:
     return len(record.written or ())

@@ -306,8 +306,19 @@ class Walk:
             rejected = flight.drafts.get(request_id, 0) - max(num_new - 1, 0)
             if rejected > 0 and life.state == "running":
                 life.num_computed -= rejected
+        if record.lost:
+            self._fall_back(set(record.lost))
         for request_id in record.finished:
             self._end(self.live[request_id])
+
+    def _fall_back(self, lost: set[int]) -> None:
+        """Who runs on blocks whose load failed computes from the first of them on."""
+        for life in self.running:
+            table, size = self.tables_before.get(life.id, [[]])[0], self.sizes[0]
+            first = next((index for index, block in enumerate(table[: life.num_computed // size]) if block in lost), None)
+            if first is not None:
+                life.num_computed = first * size
+                life.facts.discard("decoding")
 
     def _end(self, life: Life) -> None:
         if life.state == "waiting":

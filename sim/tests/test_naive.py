@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from sim.coordinator import Hits
 from sim.geometry import FULL_LIKE, block_sizes, has_partial_hits, is_prefix_cacheable
+from sim.history import Scheduled
 from sim.manager import KVCacheManager
 from sim.releases import NEWEST, rules_of
 from sim.request import Request
@@ -27,12 +28,14 @@ from sim.scenario import (
     Engine,
     Full,
     Mamba,
+    Run,
     Scenario,
     SlidingWindow,
     SlidingWindowMLA,
     Span,
     Tokens,
 )
+from sim.simulator import Simulator
 
 RULES = rules_of(NEWEST)
 NUM_BLOCKS = 600
@@ -303,3 +306,44 @@ def test_blocks_are_dropped_that_no_later_token_looks_at(group: AnyGroup, num_pr
         dropped = [position for position, block_id in enumerate(table) if block_id == 0]
         assert dropped == blocks_to_drop(group, num_computed, num_blocks, num_prompt)
     assert kv.pool.num_free == NUM_BLOCKS - 1 - num_blocks + len(dropped)
+
+
+# ------------------------------------------------------------------------------------------------------------ retention
+
+
+def _hit_of_second(groups: list[AnyGroup], prompts: list[tuple[Span, ...]], interval: int | None) -> int:
+    """The local hit of a second request that comes when the first has ended, nothing evicted."""
+    engine = Engine(blocks=NUM_BLOCKS, retention_interval=interval, max_model_len=1024)
+    first, second = (Add(id="AB"[i], prompt=prompt, max_tokens=1) for i, prompt in enumerate(prompts))
+    steps = (first, Run(limit=100), second, Run(limit=100))
+    history = Simulator(Scenario(engine=engine, groups=tuple(groups), steps=steps), RULES).history()
+    return next(record.hits["B"] for record in history if isinstance(record, Scheduled) and "B" in record.admitted)
+
+
+@st.composite
+def retained_groups(draw: st.DrawFn) -> list[AnyGroup]:
+    """Groups of all cacheable kinds that may stand together, some of which thin their cache out."""
+    size = draw(st.sampled_from([2, 4]))
+    kinds = draw(st.lists(st.sampled_from(KINDS[:-1]), min_size=1, max_size=3))
+    return [_draw_group(draw, kind, _draw_block(draw, kind, kinds, size, None)) for kind in kinds]
+
+
+@settings(max_examples=200, deadline=None)
+@given(retained_groups(), st.integers(1, 60))
+def test_what_is_kept_for_a_prompt_is_enough_for_the_same_prompt_again(groups: list[AnyGroup], num_tokens: int) -> None:
+    """Straight from the purpose of sparse retention: nothing that this request could hit is left out."""
+    prompts: list[tuple[Span, ...]] = [(Span("a", 0, num_tokens),)] * 2
+    assert _hit_of_second(groups, prompts, 0) == _hit_of_second(groups, prompts, None)
+
+
+@settings(max_examples=200, deadline=None)
+@given(retained_groups(), st.integers(1, 60), st.integers(1, 60), st.integers(1, 3))
+def test_an_interval_keeps_what_resuming_at_its_multiples_needs(
+    groups: list[AnyGroup], num_tokens: int, num_shared: int, num_units: int
+) -> None:
+    scenario = _scenario(groups, num_tokens)
+    interval = block_sizes(scenario, RULES)[0] * num_units
+    assume(any(isinstance(group, (SlidingWindow, Mamba)) for group in groups))
+    prompts = [(Span("a", 0, num_tokens),), (Span("a", 0, min(num_shared, num_tokens)), Span("b", 0, 3))]
+    dense, thinned = (_hit_of_second(groups, prompts, kept) for kept in (None, interval))
+    assert dense // interval * interval <= thinned <= dense  # floor: the last multiple at or below what was there
