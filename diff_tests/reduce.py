@@ -315,6 +315,8 @@ def _drop_connector(scenario: Scenario) -> Iterator[Scenario]:
         return
     if scenario.driver == "scheduler":
         yield replace(scenario, connector=None)
+    if scenario.connector.load_failure != "fail":
+        yield replace(scenario, connector=replace(scenario.connector, load_failure="fail"))
     for key in scenario.connector.extra:
         extra = {k: v for k, v in scenario.connector.extra.items() if k != key}
         yield replace(scenario, connector=replace(scenario.connector, extra=extra))

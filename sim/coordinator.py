@@ -131,9 +131,9 @@ def _lookup_sets(managers: Sequence[GroupManager], dropping: frozenset[int]) -> 
     by_spec: dict[object, list[GroupManager]] = {}
     for manager in managers:
         if manager.prefix_cacheable:
-            # How many layers share a table, how kernels split its blocks, and whose layers they are, a speculator's or
-            # the main model's, is not part of the specification.
-            spec = msgspec.structs.replace(manager.group, layers=1, kernel_block=None, draft=False)
+            # How many layers share a table, which other sizes they have, how kernels split its blocks, and whose layers
+            # they are, a speculator's or the main model's, is not part of the specification.
+            spec = msgspec.structs.replace(manager.group, layers=1, uniform=(), kernel_block=None, draft=False)
             by_spec.setdefault(spec, []).append(manager)
     sets = [LookupSet(members, any(member.index in dropping for member in members)) for members in by_spec.values()]
     return sorted(sets, key=lambda lookup_set: not lookup_set.first.full_like)

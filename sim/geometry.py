@@ -6,25 +6,28 @@ import math
 from collections.abc import Sequence
 
 from sim.releases import Rules
-from sim.scenario import MLA, RSWA, AnyGroup, Circular, Cross, Full, Mamba, Scenario, SlidingWindowMLA
+from sim.scenario import MLA, RSWA, AnyGroup, Circular, Cross, Full, Layers, Mamba, Scenario, SlidingWindowMLA
 
 FULL_LIKE = (Full, MLA, RSWA)
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
-def page_bytes(group: AnyGroup) -> int:
-    """Bytes of one block of one layer: keys and values or one latent vector a token, or one state."""
-    if isinstance(group, Mamba):
-        return group.heads * group.head_size * _ELEMENT_BYTES[group.dtype]
-    vectors = 1 if isinstance(group, (MLA, SlidingWindowMLA)) else 2
-    return group.block * group.heads * group.head_size * vectors * _ELEMENT_BYTES[group.dtype]
+def page_bytes(group: AnyGroup, layers: Layers | None = None) -> int:
+    """Bytes of one block of one layer: keys and values or one latent vector a token, or one state. layers: those of a size
+    of their own."""
+    sized = layers or group
+    num_elements = sized.heads * sized.head_size
+    if not isinstance(group, Mamba):
+        num_elements *= group.block * (1 if isinstance(group, (MLA, SlidingWindowMLA)) else 2)
+    return num_elements * _ELEMENT_BYTES[group.dtype]
 
 
 def pages_are_dense(groups: Sequence[AnyGroup]) -> bool:
     """Whether a block of a layer follows the one before without a gap: where all attention pages are of one size, to
     which smaller states are padded. Pages of several sizes lie side by side."""
-    pages = {page_bytes(group) for group in groups if not isinstance(group, Mamba)}
+    attention = [group for group in groups if not isinstance(group, Mamba)]
+    pages = {page_bytes(group, layers) for group in attention for layers in (None, *group.uniform)}
     states = [page_bytes(group) for group in groups if isinstance(group, Mamba)]
     return not pages or (len(pages) == 1 and max(states, default=0) <= min(pages))
 

@@ -75,8 +75,17 @@ class Connector(_Value, frozen=True, kw_only=True):
     load_failure: Literal["fail", "recompute"] = "fail"
 
 
+class Layers(_Value, frozen=True, kw_only=True):
+    """Layers of a group whose pages have a size of their own."""
+
+    layers: Count = 1
+    heads: Count = 1
+    head_size: Count = 32
+
+
 class Group(_Value, frozen=True, kw_only=True, tag_field="kind"):
-    """One KV cache group. `block` and `kernel_block` are in tokens; `kernel_block` None means the same as `block`."""
+    """One KV cache group. `block` and `kernel_block` are in tokens; `kernel_block` None means the same as `block`.
+    uniform: more layers of the same kind in the group, with pages of other sizes; allocation does not tell them apart."""
 
     block: Count
     layers: Count = 1
@@ -86,6 +95,12 @@ class Group(_Value, frozen=True, kw_only=True, tag_field="kind"):
     head_size: Count = 32
     draft: bool = False
     dcp_sharded: bool | None = None
+    uniform: tuple[Layers, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        """All layers, of whatever page size."""
+        return self.layers + sum(part.layers for part in self.uniform)
 
     @property
     def kind(self) -> str:
@@ -466,6 +481,8 @@ def _check_in_flight(scenario: Scenario) -> None:
 def _check_group(group: AnyGroup, path: str) -> None:
     if group.kernel_block is not None and group.block % group.kernel_block:
         raise ScenarioError(f"{path}.kernel_block", f"must divide the block of {group.block} tokens")
+    if group.uniform and isinstance(group, (Mamba, Cross)):
+        raise ScenarioError(f"{path}.uniform", f"layers of kind {group.kind} have pages of one size")
 
 
 def _check_add(add: Add, engine: Engine, path: str) -> None:

@@ -198,7 +198,7 @@ class Simulator:
                 GroupInfo(
                     kind=group.kind,
                     block_size=effective_block_size(group, self.scenario.engine.dcp, self.rules),
-                    layers=[f"g{index}.l{layer}" for layer in range(group.layers)],
+                    layers=[f"g{index}.l{layer}" for layer in range(group.num_layers)],
                 )
                 for index, group in enumerate(self.scenario.groups)
             ],

@@ -40,7 +40,7 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
 from diff_tests.vllm_target import scripted
 from diff_tests.vllm_target.releases import cache_root
-from diff_tests.vllm_target.specs import FP8, Unsupported, layer_names, layer_specs
+from diff_tests.vllm_target.specs import FP8, Unsupported, group_spec, layer_names, layer_specs
 from sim.scenario import MLA, Mamba, Scenario
 
 # Where the planner lives: a module of its own since 0.33.
@@ -218,7 +218,7 @@ def _groups_from(scenario: Scenario) -> Iterator[None]:
 
     def groups(_: VllmConfig, specs: dict[str, kv.KVCacheSpec]) -> list[kv.KVCacheGroupSpec]:
         return [
-            kv.KVCacheGroupSpec(names, specs[names[0]], is_eagle_group=group.draft)
+            kv.KVCacheGroupSpec(names, group_spec(group, names, specs), is_eagle_group=group.draft)
             for group, names in zip(scenario.groups, layer_names(scenario), strict=True)
         ]
 

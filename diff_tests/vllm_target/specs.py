@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from vllm.v1 import kv_cache_interface as kv
 
 from diff_tests.vllm_target.backends import customized
@@ -43,29 +44,43 @@ class Unsupported(ValueError):
 
 def layer_names(scenario: Scenario) -> list[list[str]]:
     """Layer names per group: `g0.l0`, `g0.l1`, ..."""
-    return [[f"g{g}.l{i}" for i in range(group.layers)] for g, group in enumerate(scenario.groups)]
+    return [[f"g{g}.l{i}" for i in range(group.num_layers)] for g, group in enumerate(scenario.groups)]
 
 
 def layer_specs(scenario: Scenario) -> dict[str, kv.KVCacheSpec]:
     """vLLM's KV cache spec of every layer, group by group."""
-    specs = [_spec(group, scenario) for group in scenario.groups]
-    specs = _pad_states(specs)
-    names = layer_names(scenario)
-    return {name: spec for spec, group_names in zip(specs, names, strict=True) for name in group_names}
+    specs: dict[str, kv.KVCacheSpec] = {}
+    for group, names in zip(scenario.groups, layer_names(scenario), strict=True):
+        first, sized = _spec(group, scenario), []
+        for part in group.uniform:
+            spec = _spec(replace(group, heads=part.heads, head_size=part.head_size), scenario)
+            sized += [spec] * part.layers
+        specs.update(zip(names, [first] * group.layers + sized, strict=True))
+    return _pad_states(specs)
 
 
-def _pad_states(specs: list[kv.KVCacheSpec]) -> list[kv.KVCacheSpec]:
+def group_spec(group: AnyGroup, names: list[str], specs: dict[str, kv.KVCacheSpec]) -> kv.KVCacheSpec:
+    """The spec of a group of these layers: theirs, or a wrapper around several. Raises Unsupported."""
+    if not group.uniform:
+        return specs[names[0]]
+    wrapper = kv.UniformTypeKVCacheSpecs.from_specs({name: specs[name] for name in names})
+    if wrapper is None:
+        raise Unsupported(f"this release does not wrap several {group.kind} specs in one group")
+    return wrapper
+
+
+def _pad_states(specs: dict[str, kv.KVCacheSpec]) -> dict[str, kv.KVCacheSpec]:
     """Pads Mamba states to the attention page where all attention pages are equal, as hybrid models are set up."""
-    pages = {spec.page_size_bytes for spec in specs if not isinstance(spec, kv.MambaSpec)}
+    pages = {spec.page_size_bytes for spec in specs.values() if not isinstance(spec, kv.MambaSpec)}
     if len(pages) != 1:
         return specs
     page = pages.pop()
-    return [
-        dataclasses.replace(spec, page_size_padded=page)
+    return {
+        name: dataclasses.replace(spec, page_size_padded=page)
         if isinstance(spec, kv.MambaSpec) and spec.page_size_bytes < page
         else spec
-        for spec in specs
-    ]
+        for name, spec in specs.items()
+    }
 
 
 def _spec(group: AnyGroup, scenario: Scenario) -> kv.KVCacheSpec:

@@ -70,6 +70,8 @@ def test_writes_defaults_out_of_sight_and_steps_on_one_line():
         ("about: two groups", "about: two groups\nabot: x", "$.abot"),
         ("about: two groups", "about: a\nabout: b", "$"),
         ("[[sys, 20], [a, 4, 6]]", "[[sys, 20]", "$"),
+        ("kind: full, block: 16, layers: 2", "kind: mamba, block: 16, uniform: [{heads: 2}]", "$.groups[0].uniform"),
+        ("layers: 2", "uniform: [{window: 2}]", "$.groups[0].uniform[0].window"),
         ("step: 3", "schedule: 2", "$.steps[1].schedule"),
         ("step: 3", "load_failed: {id: A}", "$.steps[1].load_failed"),
         ("step: 3", "direct: {id: D, num_tokens: 4, local: 0, tables: [[1], [2]]}", "$.steps[1]"),
