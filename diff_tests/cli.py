@@ -900,6 +900,83 @@ def workload(**options: Any) -> int:
     return OK if equal else FINDINGS
 
 
+@cli.command(epilog="kvoracle mutants\nkvoracle mutants --only named\nkvoracle mutants --connector mine.py --json")
+@_vllm_option
+@click.option(
+    "--connector",
+    metavar="NAME|FILE",
+    default="DecodeBenchConnector",
+    show_default=True,
+    help="The connector whose file is mutated: a registered name, or a .py file.",
+)
+@click.option(
+    "--only",
+    type=click.Choice(["named", "first-order"]),
+    help="Named defects, or mutants of the file.",
+)
+@click.option("--cases", metavar="N", type=click.IntRange(min=1), default=400, show_default=True, help="Cases for each.")
+@click.option("--seed", metavar="S", type=click.IntRange(min=0), default=1, show_default=True, help="Of the cases.")
+@click.option("--jobs", "-j", metavar="N", type=click.IntRange(min=1), help="Child processes. Default: one for each core.")
+@_json_option
+def mutants(vllm: str, connector: str, only: str | None, cases: int, seed: int, jobs: int | None, as_json: bool) -> int:
+    """Measure which planted defects the tester finds.
+
+    Named defects are planted in the engine or the worker; first-order mutants are the connector's file with one small
+    change each: a comparison, an operator, a constant or boundary, a condition, a statement left out, a slice, a loop, a
+    return value, two arguments swapped. Each runs against generated cases until something is found. Survivors are shown
+    with what was changed; those that are known to be equivalent are listed, with the reason, in
+    diff_tests/equivalent_mutants.toml. Exit code 1 if another one survives.
+    """
+    from diff_tests import mutants as trials
+    from diff_tests.campaign import num_cores
+    from diff_tests.mutation import mutants as first_order
+    from diff_tests.vllm_target.connectors import is_file
+
+    name = "DecodeBenchConnector" if is_file(connector) else connector
+    trial = trials.Trial(vllm, name, seed, cases, jobs or num_cores())
+    subjects = [] if only == "first-order" else trials.named_subjects()
+    equivalent = trials.load_equivalent()
+    with _Started(vllm) as (target, _):
+        if only != "named":
+            changed = first_order(_target_errors(lambda: trials.installed_source(target, connector)))
+            subjects += trials.subjects_of(changed)
+            gone = trials.stale(equivalent, changed)
+            equivalent = {key: entry for key, entry in equivalent.items() if key not in gone}
+        with _CountBar("mutants", len(subjects)) as bar:
+            results = _target_errors(lambda: trials.Run(trial, subjects).results(lambda result: bar.advance()))
+    document = trials.document(trial, results, equivalent)
+    if as_json:
+        _print_json(document)
+    else:
+        trials.print_results(_output(), trial, results, equivalent)
+    if len(results) < len(subjects):
+        return INTERRUPTED
+    return OK if document["verdict"] == "pass" else FINDINGS
+
+
+class _CountBar:
+    """A progress bar on standard error that counts, where that is a terminal."""
+
+    def __init__(self, what: str, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self._task = self._bar.add_task(what, total=total)
+
+    def __enter__(self) -> _CountBar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def advance(self) -> None:
+        self._bar.advance(self._task)
+
+
 @cli.group(cls=_Group)
 def vllm() -> None:
     """List, fetch and delete vLLM releases.

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
 
 from msgspec import Struct
 
@@ -28,6 +29,8 @@ from sim.scenario import Scenario
 
 REPEAT_EVERY = 50
 """Each so many cases one runs twice, for law 10."""
+_MOST_ATTEMPTS = 1000
+"""Generated cases that one case with a certain connector is chosen from, about two of them in fact."""
 MOST_GROWTH_BYTES = 256 << 20
 """A case that leaves its process so much larger has leaked memory."""
 
@@ -35,17 +38,24 @@ MOST_GROWTH_BYTES = 256 << 20
 @dataclass(frozen=True)
 class Cases:
     """The cases of a campaign by number: those generated from a seed with a choice of features, or, with `kinds`, those
-    of the exhaustive scope over these kinds of groups."""
+    of the exhaustive scope over these kinds of groups. connector: only cases with this one."""
 
     seed: int
     features: tuple[str, ...] = tuple(FEATURES)
     kinds: tuple[str, ...] | None = None
+    connector: str | None = None
 
     def case(self, index: int, rules: Rules) -> Scenario:
         """The index-th case."""
         if self.kinds is not None:
             return _scope(rules.release, self.kinds).case(index)
-        return generate(SeededChooser(case_seed(self.seed, index)), rules, self.features)
+        if self.connector is None:
+            return generate(SeededChooser(case_seed(self.seed, index)), rules, self.features)
+        for attempt in count(index * _MOST_ATTEMPTS):
+            scenario = generate(SeededChooser(case_seed(self.seed, attempt)), rules, self.features)
+            if scenario.connector is not None and scenario.connector.name == self.connector:
+                return scenario
+        raise AssertionError("unreachable")
 
 
 @lru_cache(maxsize=4)

@@ -135,6 +135,9 @@ class _Loop:
         if isinstance(message, wire.RunCases):
             self._run_cases(message)
             return
+        if isinstance(message, wire.AskConnectorFile):
+            self._outbox.send(_connector_file(message))
+            return
         if isinstance(message, wire.AskRealTime):
             self._outbox.send(wire.CpuTime(message.case, self._real_time(message)))
             return
@@ -200,6 +203,13 @@ class _Loop:
         if self._num_cases >= _CASES_PER_COLLECTION or self._num_blocks >= _BLOCKS_PER_COLLECTION:
             gc.collect()
             self._num_cases = self._num_blocks = 0
+
+
+def _connector_file(message: wire.AskConnectorFile) -> wire.ConnectorFile:
+    try:
+        return wire.ConnectorFile(message.case, connectors.file_of(message.connector))
+    except TargetInputError as error:
+        return wire.ConnectorFile(message.case, None, str(error))
 
 
 def _unreadable(error: Exception) -> Failure:

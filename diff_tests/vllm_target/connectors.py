@@ -79,6 +79,18 @@ def install(connector: str | None) -> Installed:
     return Installed(connector)
 
 
+def file_of(connector: str) -> str:
+    """The file in which a connector is defined. Raises TargetInputError."""
+    if is_file(connector):
+        return connector
+    homes = _homes()
+    module_path = connector.partition(":")[0] if ":" in connector else homes.get(connector, ("", ""))[0]
+    spec = importlib.util.find_spec(module_path) if module_path else None
+    if spec is None or spec.origin is None:
+        raise TargetInputError(f"--connector {connector}: no source file; known: {', '.join(sorted(homes))}")
+    return spec.origin
+
+
 def _registered() -> dict[str, Any]:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

@@ -250,6 +250,14 @@ class Target:
             if message.last:
                 return
 
+    def connector_file(self, connector: str) -> Path:
+        """The file in which this vLLM defines a connector. Raises TargetInputError."""
+        answer = self._ask(lambda case: wire.AskConnectorFile(case, connector))
+        assert isinstance(answer, wire.ConnectorFile)
+        if answer.path is None:
+            raise TargetInputError(answer.error or connector)
+        return Path(answer.path)
+
     def real_seconds(self, cases: Cases, start: int, stop: int) -> float:
         """Processor time that the cases [start, stop) cost the child when nobody judges them."""
         release, data = self.info.rules.release, wire.pack_cases(cases)

@@ -79,6 +79,13 @@ class PlayTrace(Struct, tag="play_trace"):
     limit: int | None
 
 
+class AskConnectorFile(Struct, tag="connector_file"):
+    """Ask for the file in which a connector is defined."""
+
+    case: int
+    connector: str
+
+
 class AskCpuTime(Struct, tag="cpu_time"):
     """Ask for the processor time that the child has used so far."""
 
@@ -158,6 +165,14 @@ class CasesDone(Struct, tag="cases_done"):
     resident_bytes: int
 
 
+class ConnectorFile(Struct, tag="connector_path"):
+    """The path of a connector's file, or why there is none."""
+
+    case: int
+    path: str | None
+    error: str | None = None
+
+
 class CpuTime(Struct, tag="cpu"):
     """Processor seconds of the child."""
 
@@ -189,8 +204,21 @@ class Ended(Struct, tag="ended"):
     code: int | None
 
 
-ToChild = RunCase | AskStartupPool | AskStepTimes | RunCases | AskRealTime | PlayTrace | AskCpuTime
-ToParent = Ready | NotReady | Records | StartupPool | StepTimes | TraceSteps | CaseBegun | CasesNews | CasesDone | CpuTime
+ToChild = RunCase | AskStartupPool | AskStepTimes | RunCases | AskRealTime | PlayTrace | AskConnectorFile | AskCpuTime
+_AboutCases = CaseBegun | CasesNews | CasesDone
+ToParent = (
+    Ready
+    | NotReady
+    | Records
+    | StartupPool
+    | StepTimes
+    | TraceSteps
+    | CaseBegun
+    | CasesNews
+    | CasesDone
+    | ConnectorFile
+    | CpuTime
+)
 
 ToHost = Fork | AskEnd
 FromHost = Ready | NotReady | Forked | Ended

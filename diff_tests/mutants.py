@@ -1,0 +1,268 @@
+"""How much of what can go wrong the tester finds: first-order mutants of a connector, and named defects, one at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+import time
+import tomllib
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from rich.console import Console
+from rich.table import Table
+
+from diff_tests.mutation import Mutant
+from diff_tests.shard import CaseReport, Cases
+from diff_tests.vllm_target import wire
+from diff_tests.vllm_target.defects import DEFECTS
+from diff_tests.vllm_target.target import Alone, Target, TargetInputError
+from oracle.findings import Finding
+
+EQUIVALENT = Path(__file__).parent / "equivalent_mutants.toml"
+_SHARES = (8, 8, 16, 32, 64)
+"""Cases per question to a child: few at first, since most mutants show at once; the last one is repeated."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Something wrong on purpose: a name, what it is, and how to run it. source: of a connector file; defect: one of
+    `defects.DEFECTS`."""
+
+    name: str
+    about: str
+    source: str | None = None
+    defect: str | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one subject fared. finding: what gave it away, None if it survived; at_import: it did not even start."""
+
+    subject: Subject
+    finding: Finding | None
+    num_cases: int
+    seconds: float
+    at_import: bool = False
+
+    @property
+    def killed(self) -> bool:
+        return self.finding is not None or self.at_import
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What each subject has to face: cases of a seed, all with the connector under test."""
+
+    vllm: str
+    connector: str
+    seed: int
+    num_cases: int
+    jobs: int = 1
+
+    @property
+    def cases(self) -> Cases:
+        return Cases(self.seed, connector=self.connector)
+
+
+class Equivalent(Struct, frozen=True, forbid_unknown_fields=True):
+    """A mutant that no input tells from the original, and why. key: `Mutant.key`; the text is there for the reader, and
+    checked."""
+
+    key: str
+    before: str
+    after: str
+    reason: str
+
+
+class _Document(Struct, frozen=True, forbid_unknown_fields=True):
+    mutant: list[Equivalent] = []
+
+
+def load_equivalent(path: Path = EQUIVALENT) -> dict[str, Equivalent]:
+    """The mutants judged equivalent, by key. Raises ValueError that names the entry."""
+    entries = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), _Document).mutant
+    by_key = {entry.key: entry for entry in entries}
+    if len(by_key) != len(entries):
+        twice = [key for key, count in Counter(entry.key for entry in entries).items() if count > 1]
+        raise ValueError(f"{path.name}: listed twice: {', '.join(twice)}")
+    return by_key
+
+
+def stale(equivalent: dict[str, Equivalent], mutants: Sequence[Mutant]) -> list[str]:
+    """Keys whose mutant is not among these any more, or reads differently: to be judged anew."""
+    by_key = {mutant.key: mutant for mutant in mutants}
+    return [
+        key
+        for key, entry in equivalent.items()
+        if key not in by_key or (by_key[key].before, by_key[key].after) != (entry.before, entry.after)
+    ]
+
+
+def subjects_of(mutants: Sequence[Mutant]) -> list[Subject]:
+    """First-order mutants as subjects."""
+    return [
+        Subject(mutant.key, f"{mutant.scope}, line {mutant.line}, {mutant.operator}\n{mutant.diff}", mutant.source)
+        for mutant in mutants
+    ]
+
+
+def named_subjects() -> list[Subject]:
+    """The defects that have a name, see `defects.DEFECTS`."""
+    return [Subject(name, (defect.__doc__ or "").strip(), defect=name) for name, defect in DEFECTS.items()]
+
+
+@dataclass
+class Run:
+    """Puts subjects on trial, several at a time, in processes forked from one vLLM. Results come as they are there."""
+
+    trial: Trial
+    subjects: Sequence[Subject]
+    _left: deque[Subject] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._left = deque(self.subjects)
+
+    def results(self, on_result: Callable[[Result], None] = lambda result: None) -> list[Result]:
+        """All results, in the order of the subjects. Ctrl-C ends it with those that are there."""
+        found: dict[str, Result] = {}
+        errors: list[BaseException] = []
+        lock = threading.Lock()
+
+        def work() -> None:
+            with tempfile.TemporaryDirectory() as folder:
+                while not errors:
+                    try:
+                        subject = self._left.popleft()
+                    except IndexError:
+                        return
+                    try:
+                        result = put_on_trial(self.trial, subject, Path(folder))
+                    except BaseException as error:
+                        errors.append(error)
+                        return
+                    with lock:
+                        found[subject.name] = result
+                        on_result(result)
+
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(self.trial.jobs)]
+        for thread in threads:
+            thread.start()
+        with contextlib.suppress(KeyboardInterrupt):
+            for thread in threads:
+                thread.join()
+        if errors:
+            raise errors[0]
+        return [found[subject.name] for subject in self.subjects if subject.name in found]
+
+
+def installed_source(target: Target, connector: str) -> str:
+    """The text of a connector's file in a target. Raises TargetInputError where it cannot be read."""
+    path = target.connector_file(connector)
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise TargetInputError(f"{path}: {error.strerror}") from None
+
+
+def put_on_trial(trial: Trial, subject: Subject, folder: Path) -> Result:
+    """Runs cases on a target with the subject in place until something is found. Raises TargetStartError."""
+    started = time.monotonic()
+    connector = None
+    if subject.source is not None:
+        path = folder / f"{subject.name}.py"
+        path.write_text(subject.source, encoding="utf-8")
+        connector = str(path)
+    try:
+        with Target(trial.vllm, connector, subject.defect, timeout_s=20.0) as target:
+            num_cases = 0
+            for finding, num_cases in _findings(trial, target):
+                return Result(subject, finding, num_cases, time.monotonic() - started)
+    except TargetInputError:
+        return Result(subject, None, 0, time.monotonic() - started, at_import=True)
+    return Result(subject, None, trial.num_cases, time.monotonic() - started)
+
+
+def _findings(trial: Trial, target: Target) -> Iterator[tuple[Finding, int]]:
+    """(what was found, cases until then), share by share."""
+    from diff_tests.run import judge_run
+
+    start = 0
+    for number in range(trial.num_cases):
+        stop = min(start + _SHARES[min(number, len(_SHARES) - 1)], trial.num_cases)
+        if start == stop:
+            return
+        for message in target.run_cases(trial.cases, start, stop):
+            if isinstance(message, Alone):
+                for finding in judge_run(message.scenario, message.history, target.info.rules).new_findings:
+                    yield finding, message.index + 1
+            elif isinstance(message, wire.CasesNews) and isinstance(message.news, CaseReport):
+                for saved in message.news.findings:
+                    if saved.issue is None:
+                        yield saved.finding, message.news.index + 1
+        start = stop
+
+
+def document(trial: Trial, results: Sequence[Result], equivalent: dict[str, Equivalent]) -> dict[str, Any]:
+    """The JSON document of `mutants --json`."""
+    killed = [result for result in results if result.killed]
+    survived = [result for result in results if not result.killed]
+    judged = [result for result in survived if result.subject.name in equivalent]
+    num_real = len(results) - len(judged)
+    by_law = Counter("import" if r.finding is None else _law(r.finding) for r in killed)
+    return {
+        "verdict": "pass" if len(survived) == len(judged) else "fail",
+        "target": {"vllm": trial.vllm, "connector": trial.connector},
+        "seed": trial.seed,
+        "cases": trial.num_cases,
+        "subjects": len(results),
+        "killed": len(killed),
+        "equivalent": len(judged),
+        "killed_of_not_equivalent": len(killed) / num_real if num_real else 1.0,
+        "by_law": dict(sorted(by_law.items())),
+        "seconds": sum(result.seconds for result in results),
+        "survivors": [
+            {"name": r.subject.name, "about": r.subject.about, "equivalent": r.subject.name in equivalent} for r in survived
+        ],
+        "results": [
+            {
+                "name": r.subject.name,
+                "about": r.subject.about,
+                "killed": r.killed,
+                "by": None if r.finding is None else msgspec.to_builtins(r.finding),
+                "cases": r.num_cases,
+                "seconds": round(r.seconds, 2),
+            }
+            for r in results
+        ],
+    }
+
+
+def _law(finding: Finding) -> str:
+    return "divergence" if finding.law is None else f"law {finding.law}"
+
+
+def print_results(console: Console, trial: Trial, results: Sequence[Result], equivalent: dict[str, Equivalent]) -> None:
+    """The survivors with what was changed, then how many were killed by what, and last the verdict."""
+    shown = document(trial, results, equivalent)
+    for survivor in shown["survivors"]:
+        if not survivor["equivalent"]:
+            console.print(f"survived: {survivor['name']}: {survivor['about']}", markup=False, highlight=False)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("killed by")
+    table.add_column("", justify="right")
+    for law, count in shown["by_law"].items():
+        table.add_row(law, str(count))
+    console.print(table)
+    console.print(
+        f"{shown['verdict']}: {shown['killed']} of {shown['subjects']} killed, {shown['equivalent']} judged equivalent, "
+        f"{shown['killed_of_not_equivalent']:.1%} of the others",
+        markup=False,
+        highlight=False,
+    )
