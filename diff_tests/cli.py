@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import os
 import signal
 import sys
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import click
 import msgspec
+from click.shell_completion import CompletionItem
 
 from sim.releases import NEWEST, RELEASES, Rules
 from sim.scenario import Scenario, ScenarioError
@@ -79,8 +79,24 @@ def run_cli(args: list[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
 
 
+def _show_version(context: click.Context, parameter: click.Parameter, is_asked: bool) -> None:
+    if is_asked and not context.resilient_parsing:
+        from diff_tests.versions import version_text
+
+        click.echo(version_text())
+        context.exit()
+
+
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(importlib.metadata.version("kvoracle"), "-V", "--version", message="kvoracle %(version)s")
+@click.option(
+    "-V",
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show versions and end.",
+)
 def cli() -> None:
     """Predicts which physical KV cache blocks vLLM gives to every request, runs the real vLLM beside the prediction,
     and names the first place where they part.
@@ -93,10 +109,17 @@ def cli() -> None:
 # ------------------------------------------------------------------------------------------------------------- options
 
 
+def _complete_target(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Names of targets for a shell, and folders for those that are paths."""
+    names = [CompletionItem(name) for name in ("current", *RELEASES) if name.startswith(begun)]
+    return names or [CompletionItem(begun, type="dir")]
+
+
 def _vllm_option(function: F) -> F:
     return click.option(
         "--vllm",
         metavar="TARGET",
+        shell_complete=_complete_target,
         default="current",
         show_default=True,
         help="Which vLLM runs: 'current' (installed here), a release such as 0.30.0 (fetched once into the cache), or "
@@ -534,27 +557,43 @@ def reduce_command(
     return FINDINGS
 
 
-@cli.command(epilog="kvoracle keep kvoracle-runs/20260101-120000-fuzz-0.29.0/failures/case-000012.json")
-@click.argument("failure", type=click.Path(path_type=Path))
+@cli.command(
+    epilog="kvoracle keep kvoracle-runs/20260101-120000-fuzz-0.29.0\n"
+    "kvoracle keep kvoracle-runs/gate/failures/case-mine-selection-law4-starts_early-full.json --vllm all"
+)
+@click.argument("failures", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "--corpus", metavar="DIR", type=click.Path(path_type=Path), help="Folder of the corpus. Default: diff_tests/corpus."
 )
 @click.option("--why", metavar="TEXT", help="Why the case is kept, in a sentence. Default: the finding's own.")
-def keep(failure: Path, corpus: Path | None, why: str | None) -> int:
-    """Turn a failure saved by `fuzz` into a corpus case.
+@click.option(
+    "--vllm",
+    metavar="TARGET",
+    help="Run what is kept on this release and record the verdict; 'all': the installed vLLM and every release in the "
+    "cache. Default: only the verdict that the failure brings.",
+)
+def keep(failures: tuple[Path, ...], corpus: Path | None, why: str | None, vllm: str | None) -> int:
+    """Turn failures saved by `fuzz` or `gate` into corpus cases.
 
-    The reduced scenario is kept if there is one. A case that already expects the same faults is not doubled.
+    FAILURES are files, or run folders with everything in them. The reduced scenario is kept if there is one. Failures of
+    one cause make one case; one that the corpus has already is not doubled.
     """
-    from diff_tests.corpus import CORPUS
+    from diff_tests.corpus import CORPUS, find_failures, record_verdicts
     from diff_tests.corpus import keep as keep_failure
-    from diff_tests.failures import load_failure
 
-    saved = _reading(failure, load_failure)
+    saved = [failure for path in failures for failure in _reading(path, find_failures)]
+    kept = {}
     try:
-        case, is_new = keep_failure(saved, corpus or CORPUS, why)
+        for failure in saved:
+            case, is_new = keep_failure(failure, corpus or CORPUS, why)
+            if case.path not in kept:
+                click.echo(f"{'kept as' if is_new else 'already covered by'} {case.path}")
+            kept[case.path] = case
+        for name in _targets(vllm)[0] if vllm is not None else ():
+            with _Started(name) as (target, info):
+                _target_errors(partial(record_verdicts, list(kept.values()), target, info))
     except OSError as error:
         raise InputError(f"{error.filename or corpus}: cannot be written: {error.strerror}") from None
-    click.echo(f"{'kept as' if is_new else 'already covered by'} {case.path}")
     return OK
 
 
@@ -577,15 +616,9 @@ def replay(paths: tuple[Path, ...], vllm: str, connector: str | None, as_json: b
     """
     from diff_tests.corpus import CORPUS, find_cases, replay_on
     from diff_tests.report import print_replay, replay_document
-    from diff_tests.vllm_target.releases import cached_releases, installed_version
 
     cases = [case for path in paths or (CORPUS,) for case in _reading(path, lambda p: find_cases([p]))]
-    not_run: list[str] = []
-    targets = [vllm]
-    if vllm == "all":
-        installed = installed_version()
-        targets = (["current"] if installed else []) + [r for r in cached_releases() if r != installed]
-        not_run = [r for r in RELEASES if r != installed and r not in targets]
+    targets, not_run = _targets(vllm)
     replayed = []
     for name in targets:
         with _Started(name, connector) as (target, info):
@@ -709,11 +742,17 @@ def check(paths: tuple[Path, ...], follow: bool, idle: float | None, output: Pat
 @click.option(
     "--head",
     metavar="TARGET",
+    shell_complete=_complete_target,
     default="current",
     show_default=True,
     help="The vLLM under test, as --vllm of `run`: 'current', a release, or a path.",
 )
-@click.option("--base", metavar="TARGET", help="What head is held against. Default: the same as --head.")
+@click.option(
+    "--base",
+    metavar="TARGET",
+    shell_complete=_complete_target,
+    help="What head is held against. Default: the same as --head.",
+)
 @click.option(
     "--connector",
     "connectors",
@@ -977,6 +1016,20 @@ class _CountBar:
         self._bar.advance(self._task)
 
 
+@cli.command(
+    epilog='eval "$(kvoracle completion bash)"\nkvoracle completion fish > ~/.config/fish/completions/kvoracle.fish'
+)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> int:
+    """Print the script with which a shell completes commands, options, files and releases."""
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None  # click knows these three
+    click.echo(kind(cli, {}, "kvoracle", "_KVORACLE_COMPLETE").source())
+    return OK
+
+
 @cli.group(cls=_Group)
 def vllm() -> None:
     """List, fetch and delete vLLM releases.
@@ -1073,6 +1126,17 @@ def _rules(release: str | None) -> Rules:
     if release not in RELEASES:
         raise InputError(f"--as {release}: no rules for this release; known: {', '.join(RELEASES)}")
     return RELEASES[release]
+
+
+def _targets(vllm: str) -> tuple[list[str], list[str]]:
+    """The targets that `--vllm` names where it may be `all`, and the known releases that are not here."""
+    from diff_tests.vllm_target.releases import cached_releases, installed_version
+
+    if vllm != "all":
+        return [vllm], []
+    installed = installed_version()
+    targets = (["current"] if installed else []) + [r for r in cached_releases() if r != installed]
+    return targets, [r for r in RELEASES if r != installed and r not in targets]
 
 
 def _target_errors(use: Callable[[], Any]) -> Any:

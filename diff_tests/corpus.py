@@ -121,6 +121,17 @@ def _load_any(path: Path) -> CorpusCase:
     return CorpusCase(path, "", {}, loads(text))
 
 
+def find_failures(path: Path) -> list[SavedFailure]:
+    """The failure saved in a file, or all that a run folder holds. Raises ScenarioError, OSError."""
+    if not path.is_dir():
+        return [load_failure(path)]
+    failures = [load_failure(file) for file in sorted(path.rglob("case-*.json"))]
+    if not failures:
+        raise ScenarioError("$", "the folder holds no saved failure (case-*.json)")
+    # The reduced ones first: they are what a cause is best kept as.
+    return sorted(failures, key=lambda failure: failure.reduced is None)
+
+
 # ------------------------------------------------------------------------------------------------------------- keeping
 
 
@@ -160,6 +171,13 @@ def keep(failure: SavedFailure, folder: Path = CORPUS, why: str | None = None) -
             return _merged(old, new, release, expected), False
     save_case(new)
     return new, True
+
+
+def record_verdicts(cases: Sequence[CorpusCase], target: Target, info: TargetInfo) -> None:
+    """Writes into the cases what a release does with them. Raises OSError."""
+    for replayed in replay_on(cases, target, info):
+        replayed.case.expect[replayed.release] = expectation_of(replayed.outcome)
+        save_case(replayed.case)
 
 
 def _merged(old: CorpusCase, new: CorpusCase, release: str, expected: Expectation) -> CorpusCase:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 
 from diff_tests import cli
-from diff_tests.corpus import CORPUS
+from diff_tests.corpus import CORPUS, find_cases
 from diff_tests.tests.conftest import started
 from diff_tests.vllm_target.target import Target, TargetInfo
+from sim.releases import RELEASES
 from sim.scenario import load
 
 PREFIX = CORPUS / "shared-tokens-end-inside-a-block.yaml"
@@ -142,7 +144,28 @@ def test_an_unwritable_run_folder_is_refused_before_anything_starts(
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run_cli(["--version"]) == 0
-    assert capsys.readouterr().out == f"kvoracle {importlib.metadata.version('kvoracle')}\n"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"kvoracle {importlib.metadata.version('kvoracle')}"
+    assert f"msgspec {importlib.metadata.version('msgspec')}" in lines
+    assert lines[-2] == f"rules for vLLM {', '.join(RELEASES)}"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_gets_its_completion_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run_cli(["completion", shell]) == 0
+    assert "_KVORACLE_COMPLETE" in capsys.readouterr().out
+
+
+def test_releases_are_completed() -> None:
+    asked = {"_KVORACLE_COMPLETE": "bash_complete", "COMP_WORDS": "kvoracle run --vllm 0.3", "COMP_CWORD": "3"}
+    done = subprocess.run(
+        [sys.executable, "-c", "from diff_tests.cli import run_cli; run_cli([])"],
+        env={**os.environ, **asked},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == [f"plain,{release}" for release in RELEASES if release.startswith("0.3")]
 
 
 @pytest.mark.parametrize("command", ["simulate", "run", "fuzz", "reduce", "keep", "replay", "bench"])
@@ -243,6 +266,13 @@ def test_fuzz_then_run_keep_and_replay_what_it_found(tmp_path: Path, capsys: pyt
     assert cli.run_cli(["keep", failure, "--corpus", str(corpus)]) == 0
     assert "already covered by" in capsys.readouterr().out
     (kept,) = corpus.iterdir()
+    everything = tmp_path / "everything"
+    started().defect = "leak_reference"
+    assert cli.run_cli(["keep", str(folder), "--corpus", str(everything), "--vllm", "current"]) == 0
+    assert "kept as" in capsys.readouterr().out
+    assert len(list(everything.iterdir())) < document["cases"], "failures of one cause are one case"
+    assert all(case.expect[release].verdict == "different" for case in find_cases([everything]) for release in case.expect)
+    assert cli.run_cli(["keep", str(everything)]) == 2, "no failure in there"
 
     code, document = _json(capsys, "replay", str(kept))
     assert code == 1, "the case says that this release fails, and it does not"
