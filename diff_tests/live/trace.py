@@ -49,12 +49,14 @@ class Group(Struct, frozen=True):
 
 
 class Connector(Struct, frozen=True):
-    """The probed connector: class name, role, its own settings, and whether it must deliver."""
+    """The probed connector: class name, role, its own settings, whether it must deliver, and whether it may hold blocks of
+    the pool that no request holds."""
 
     name: str
     role: str = ""
     extra: dict[str, Any] = {}
     requires_kv_delivery: bool = False
+    holds_blocks: bool = False
 
 
 class StartRecord(_Record, frozen=True, tag="start"):
@@ -86,6 +88,7 @@ class ConnectorRecord(_Record, frozen=True, tag="connector"):
     role: str = ""
     extra: dict[str, Any] = {}
     requires_kv_delivery: bool = False
+    holds_blocks: bool = False
 
 
 class BoundRecord(_Record, frozen=True, tag="bound"):
@@ -275,6 +278,15 @@ AnyRecord = SchedulerRecord | WorkerRecord
 _decoder = msgspec.json.Decoder(AnyRecord)
 
 
+class _Counted(Struct, frozen=True):
+    """`i` counts a stream's lines over all its parts."""
+
+    i: int
+
+
+_count_decoder = msgspec.json.Decoder(_Counted)
+
+
 class Line(NamedTuple):
     """A record and where it stands."""
 
@@ -295,8 +307,10 @@ class Stream:
         self.lines: list[Line] = []
         self.parts: list[Path] = []
         self.is_cut = False
+        self._place = 0
         self._offset = 0
         self._number = 0
+        self._next_count: int | None = None
 
     @property
     def start(self) -> StartRecord:
@@ -317,8 +331,6 @@ class Stream:
                 return len(self.lines) > num_lines
             self._place += 1
             self._offset = self._number = 0
-
-    _place = 0
 
     def _current(self) -> tuple[Path, bool] | None:
         if self._place >= len(self.parts):
@@ -342,7 +354,7 @@ class Stream:
 
     def _take(self, text: bytes, path: Path) -> None:
         try:
-            record = _decoder.decode(text)
+            record, count = _decoder.decode(text), _count_decoder.decode(text).i
         except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise TraceError(path, self._number, f"not a record of a trace: {error}") from None
         if isinstance(record, StartRecord) != (self._number == 1):
@@ -351,6 +363,10 @@ class Stream:
         if isinstance(record, StartRecord) and record.format != FORMAT:
             reason = f"format {record.format}; this kvoracle reads format {FORMAT}"
             raise TraceError(path, self._number, reason)
+        if self._next_count is not None and count != self._next_count:
+            reason = f"line {count} of the stream where line {self._next_count} was due; lines are missing or doubled"
+            raise TraceError(path, self._number, reason)
+        self._next_count = count + 1
         self.lines.append(Line(record, path, self._number))
 
 

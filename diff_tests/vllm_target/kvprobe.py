@@ -22,7 +22,8 @@ Options (all optional):
 If the probe itself fails, it logs once and stops recording; serving goes on.
 
 The trace: JSON lines, one object each, in files NAME.PART.jsonl, one name a process and role (`scheduler`, `worker`), parts
-counted from 000. Every line is written at once; the last one of a killed process may be torn. Digests are `~` and hex.
+counted from 000. `t` says what a line is, `i` counts a name's lines from 0. Every line is written at once; the last one of
+a killed process may be torn. Digests are `~` and hex.
 
 Every part begins with `start`: format 1, role, rank, run (same in all files of one engine), pid, vllm, platform, connector,
 engine (settings that decide block IDs), groups (class and fields of each KV cache spec, layers), num_blocks. A later
@@ -30,6 +31,7 @@ part goes on with `state`: steps so far, and every live request as in `add`, wit
 `c` is the place of the probed connector within MultiConnector, left out for the first.
 
 Scheduler. Requests are numbered (`n`) in order of arrival:
+    connector another child of MultiConnector, as `connector` in start
     bound     hash_block_size of the prefix digests, blocks in the pool
     add       n, id, prompt (tokens), max_tokens, priority, salt, lora, skip_cache, parts ("text" or what else the prompt
               has), prefix (a digest for each whole hash block)
@@ -63,6 +65,7 @@ import enum
 import functools
 import hashlib
 import importlib
+import inspect
 import itertools
 import json
 import logging
@@ -200,6 +203,7 @@ class Tape:
         self._part_bytes = max(int(float(options.get("max_mb") or 1024) * 1e6) // _NUM_PARTS, 1 << 14)
         self._part = 0
         self._written = 0
+        self._num_records = 0
         self._file: Any = None
         self._encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
         rank = _rank(vllm_config, role)
@@ -229,6 +233,7 @@ class Tape:
             "role": str(transfer.kv_role),
             "extra": {k: _public(v, self.secret) for k, v in extra.items()},
             "requires_kv_delivery": bool(getattr(connector, "requires_kv_delivery", False)),
+            "holds_blocks": _holds_blocks(connector),
         }
         place = self._num_connectors
         self._num_connectors += 1
@@ -248,27 +253,26 @@ class Tape:
         path = self._folder / f"{self._name}.{self._part:03d}.jsonl"
         self._file = path.open("wb", buffering=0)
         self._written = 0
-        self._put({**self._start, "part": self._part, "at": round(time.time(), 6)})
+        self.write({**self._start, "part": self._part, "at": round(time.time(), 6)})
 
     def write(self, record: dict[str, Any]) -> None:
         """One line, handed to the system at once, so that a killed process loses nothing."""
-        if self._written > self._part_bytes:
-            self._rotate()
-        self._put(record)
-
-    def _put(self, record: dict[str, Any]) -> None:
-        data = (self._encode(record) + "\n").encode()
+        data = f'{{"i":{self._num_records},{self._encode(record)[1:]}\n'.encode()
+        self._num_records += 1
         self._written += len(data)
         while data:
             data = data[self._file.write(data) :]
 
-    def _rotate(self) -> None:
+    def rotate_if_due(self) -> None:
+        """Between steps, where the state is whole: goes on in a new part if this one is full."""
+        if self._written <= self._part_bytes:
+            return
         self._file.close()
         self._part += 1
         self._open()
         state = self.state()
         if state is not None:
-            self._put(state)
+            self.write(state)
         old = self._folder / f"{self._name}.{self._part - _NUM_PARTS:03d}.jsonl"
         if self._part >= _NUM_PARTS:
             old.unlink(missing_ok=True)
@@ -281,13 +285,26 @@ class Tape:
         _log.error("kvprobe stopped recording in %s: %s: %s", hook, type(error).__name__, error, exc_info=error)
         try:
             if self._file is not None:
-                self._put({"t": "stopped", "hook": hook, "type": type(error).__name__})
+                self.write({"t": "stopped", "hook": hook, "type": type(error).__name__})
         except OSError:
             pass
 
     def request_id(self, request_id: str) -> str:
         """A request's ID as it is recorded."""
         return self.secret.of(request_id) if self.renames else request_id
+
+
+def _holds_blocks(connector: Any) -> bool:
+    """Whether the connector wants the pool itself, and so may hold blocks that no request holds."""
+    children = connector.__dict__.get("_connectors")
+    if isinstance(children, list):
+        return any(_holds_blocks(child) for child in children)
+    base = next((kind for kind in type(connector).__mro__ if kind.__name__ == "KVConnectorBase_V1"), None)
+    for name in ("bind_gpu_block_pool", "bind_kv_cache_manager"):
+        own = inspect.unwrap(getattr(type(connector), name, None) or len)
+        if own is not (getattr(base, name, None) or len):
+            return True
+    return False
 
 
 _tape_numbers = itertools.count()
@@ -569,6 +586,7 @@ class SchedulerTape(Tape):
         if token_ids:
             record["token_ids"] = token_ids
         self.write(record)
+        self.rotate_if_due()
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -783,6 +801,8 @@ class WorkerTape(Tape):
         self.write({"t": "memory", "num_blocks": self.kv_cache_config.num_blocks, "layers": self._memory.about()})
 
     def bind_connector_metadata(self, c: int, answer: Any, connector_metadata: Any) -> None:
+        if c == 0:
+            self.rotate_if_due()
         self._num_bound[c] = self._num_bound.get(c, 0) + 1
         step = getattr(connector_metadata, _STEP_TAG, None)
         self._step[c] = step if isinstance(step, int) else self._num_bound[c]
