@@ -6,7 +6,7 @@ from sim.coordinator import Coordinator, Hits
 from sim.geometry import block_sizes, effective_block_size, has_partial_hits
 from sim.groups import manager_for
 from sim.groups.base import Room, Setting, ceil_div
-from sim.groups.mamba import MambaAlignManager
+from sim.groups.mamba import MambaManager
 from sim.pool import NULL, BlockPool
 from sim.prefix import PrefixIndex
 from sim.releases import Rules
@@ -54,7 +54,7 @@ class KVCacheManager:
         self.no_hits = self.coordinator.no_hits()
         self._not_zeroed: set[int] = set()
         self._cached_groups = [g for g in self.groups if g.prefix_cacheable] if self.caching else []
-        self._stepped_groups = [g for g in self.groups if isinstance(g, MambaAlignManager)]
+        self._stepped_groups = [g for g in self.groups if isinstance(g, MambaManager)]
 
     def new_step(self) -> None:
         """A call of the scheduler begins."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from sim.geometry import FULL_LIKE, block_sizes, effective_block_size, is_prefix_cacheable, pages_are_dense
 from sim.history import Refusal
 from sim.releases import Rules
-from sim.scenario import RSWA, Mamba, Scenario, SlidingWindow
+from sim.scenario import Mamba, Scenario, SlidingWindow, SlidingWindowMLA
 from sim.speculation import num_draft_slots, num_lookahead
 
 
@@ -22,7 +22,9 @@ def refusal(scenario: Scenario, rules: Rules) -> Refusal | None:
 def _refusals(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
     """In the order in which vLLM checks: settings, block sizes, groups, groups together."""
     yield from _settings(scenario)
+    yield from _unknown_settings(scenario, rules)
     yield from _drafting(scenario, rules)
+    yield from _unknown_groups(scenario, rules)
     yield from _match_unit(scenario, rules)
     yield from _kernel_blocks(scenario, rules)
     if scenario.driver == "direct":
@@ -30,6 +32,7 @@ def _refusals(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
     yield from _context_parallel_windows(scenario, rules)
     yield from _retention(scenario, rules)
     yield from _prefix_caching(scenario, rules)
+    yield from _replayed_windows(scenario)
 
 
 def _settings(scenario: Scenario) -> Iterator[Refusal]:
@@ -50,6 +53,24 @@ def _drafting(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
     taken = num_lookahead(engine) if rules.token_budget_must_exceed_lookahead else num_draft_slots(engine)
     if engine.speculative is not None and engine.max_num_batched_tokens <= taken:
         yield Refusal(type="ValueError", message="the token budget leaves no room beside the drafts")
+
+
+def _unknown_settings(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
+    """Settings and combinations that other releases know."""
+    engine, groups = scenario.engine, scenario.groups
+    if engine.long_prefill_adaptive and not rules.long_prefill_threshold_adapts:
+        yield Refusal(type="ValidationError", message="no adaptive long-prefill threshold")
+    if not rules.mamba_mode_all_exists and any(isinstance(group, Mamba) and group.mode == "all" for group in groups):
+        yield Refusal(type="ValidationError", message="no Mamba mode all")
+    is_ngram = engine.speculative is not None and engine.speculative.method == "ngram"
+    if engine.async_scheduling and is_ngram and not rules.async_scheduling_takes_ngram:
+        yield Refusal(type="ValidationError", message="no drafts from the prompt with asynchronous scheduling")
+
+
+def _unknown_groups(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
+    """Groups that other releases know."""
+    if not rules.bounded_replay_exists and _replay_windows(scenario):
+        yield Refusal(type="TypeError", message="no sliding windows outside the prefix cache")
 
 
 def _match_unit(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
@@ -75,7 +96,7 @@ def _kernel_blocks(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
 
 def _context_parallel_windows(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
     """Before specs said themselves whether they are sharded, windows were refused under context parallelism."""
-    is_window = any(isinstance(group, SlidingWindow) for group in scenario.groups)
+    is_window = any(isinstance(group, (SlidingWindow, SlidingWindowMLA)) for group in scenario.groups)
     if scenario.engine.dcp > 1 and is_window and not rules.dcp_sharded_flag:
         yield Refusal(type="AssertionError", message="no sliding window under decode context parallelism")
 
@@ -85,10 +106,16 @@ def _retention(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
     interval = scenario.engine.retention_interval
     if not interval:
         return
-    if not any(isinstance(group, (SlidingWindow, Mamba)) for group in scenario.groups):
+    if not any(isinstance(group, (SlidingWindow, SlidingWindowMLA, Mamba)) for group in scenario.groups):
         yield Refusal(type="ValueError", message="no group makes use of a retention interval")
     elif interval % block_sizes(scenario, rules)[0]:
         yield Refusal(type="ValueError", message="the retention interval is no multiple of the scheduler block size")
+
+
+def _replayed_windows(scenario: Scenario) -> Iterator[Refusal]:
+    """Hits are computed again over one window."""
+    if len(_replay_windows(scenario)) > 1:
+        yield Refusal(type="AssertionError", message="windows outside the prefix cache must be equal")
 
 
 def _prefix_caching(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
@@ -97,9 +124,12 @@ def _prefix_caching(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
         return
     if _has_plain_mamba(scenario) and rules.mamba_prefix_caching_requires_align:
         yield Refusal(type="AssertionError", message="prefix caching of states requires mode align")
-    is_other = any(not isinstance(group, (*FULL_LIKE, RSWA)) for group in scenario.groups)
+    sharded = (*FULL_LIKE, Mamba) if len(scenario.groups) > 1 else FULL_LIKE
+    is_other = any(not isinstance(group, sharded) for group in scenario.groups)
     if scenario.engine.dcp > 1 and is_other and not rules.dcp_sharded_flag:
         yield Refusal(type="AssertionError", message="lookups under context parallelism are for full attention")
+    if len(scenario.groups) > 1 and not any(is_prefix_cacheable(group) for group in scenario.groups):
+        yield Refusal(type="AssertionError", message="of several groups none can be cached")
     hash_block_size = block_sizes(scenario, rules)[1]
     if len(scenario.groups) > 1 and any(size % hash_block_size for size in _cacheable_sizes(scenario, rules)):
         yield Refusal(type="AssertionError", message="a group's block is no multiple of the hash block size")
@@ -114,3 +144,8 @@ def _cacheable_sizes(scenario: Scenario, rules: Rules) -> list[int]:
 
 def _has_plain_mamba(scenario: Scenario) -> bool:
     return any(isinstance(group, Mamba) and group.mode != "align" for group in scenario.groups)
+
+
+def _replay_windows(scenario: Scenario) -> set[int]:
+    """Window sizes of the groups that are computed again instead of cached."""
+    return {group.window for group in scenario.groups if isinstance(group, SlidingWindowMLA) and group.bounded_replay}

@@ -109,12 +109,20 @@ class Rules:
     split_by_count_of_checkpoints: bool
     """[only 0.29] Steps that start at a block boundary are not cut for groups with checkpoint blocks."""
 
-    # -- what is refused
+    # -- what is known, or refused
     token_budget_must_exceed_lookahead: bool
     """[0.33] A step must have room for more tokens than drafting looks ahead, before for more than the rows it adds."""
     unsplit_where_pages_differ: bool
     """[0.32] Where layers with pages of several sizes lie side by side, no block is split into kernel blocks. Before, a
     worker that had to split one refused."""
+    long_prefill_threshold_adapts: bool
+    """[0.31] The long-prefill threshold can grow with the token budget per request."""
+    bounded_replay_exists: bool
+    """[0.31] Groups of sliding windows may be left out of the prefix cache and computed again."""
+    mamba_mode_all_exists: bool
+    """[up to 0.31] Mamba groups can keep all states, in mode `all`."""
+    async_scheduling_takes_ngram: bool
+    """[0.33] Asynchronous scheduling works with drafts looked up in the prompt."""
     lone_group_refuses_prefix_match_unit: bool
     """[0.32] A prefix match unit that a single group would ignore is refused."""
     mamba_prefix_caching_requires_align: bool
@@ -172,6 +180,10 @@ _V0_33 = Rules(
     split_by_count_of_checkpoints=False,
     token_budget_must_exceed_lookahead=True,
     unsplit_where_pages_differ=True,
+    long_prefill_threshold_adapts=True,
+    bounded_replay_exists=True,
+    mamba_mode_all_exists=False,
+    async_scheduling_takes_ngram=True,
     lone_group_refuses_prefix_match_unit=True,
     mamba_prefix_caching_requires_align=True,
     decode_bench_fills_at_startup=True,
@@ -181,6 +193,7 @@ _V0_32 = replace(
     _V0_33,
     release="0.32.0",
     token_budget_must_exceed_lookahead=False,
+    async_scheduling_takes_ngram=False,
     prefill_cadence_is_local=False,
     mamba_prefix_caching_requires_align=False,
     decode_bench_restores_windows=False,
@@ -197,6 +210,7 @@ _V0_31 = replace(
     release="0.31.0",
     loads_skip_zeroing_by_range=True,
     unsplit_where_pages_differ=False,
+    mamba_mode_all_exists=True,
     lone_group_refuses_prefix_match_unit=False,
     reservation_is_per_group=False,
     loads_may_restore_windows=False,
@@ -215,6 +229,8 @@ _V0_31 = replace(
 _V0_30 = replace(
     _V0_31,
     release="0.30.0",
+    long_prefill_threshold_adapts=False,
+    bounded_replay_exists=False,
     adapter_and_salt_are_told_apart=False,
     holders_have_own_queue=False,
     decode_bench_fills_at_startup=False,

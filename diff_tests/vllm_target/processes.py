@@ -194,6 +194,8 @@ def _environment(source: Source) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
+        # KV events name blocks by whole keys, so that they can be told which prefix they are of.
+        "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0",
         # What vLLM remembers of model architectures. Releases that shared a folder would evict each other's entries.
         "VLLM_CACHE_ROOT": str(cache_root() / "state" / _state_name(source)),
         "OMP_NUM_THREADS": "1",

@@ -28,6 +28,35 @@ class MambaManager(GroupManager):
         super().__init__(group, index, block_size, setting)
         self.keeps_all_states = group.mode == "all"
         self.num_speculative_blocks = group.speculative_blocks
+        self.fresh_keys: set[int] = set()
+
+    def new_step(self) -> None:
+        """A call of the scheduler begins."""
+        self.fresh_keys.clear()
+
+    def blocks_needed(self, request: Request, room: Room, hits: Sequence[int]) -> int:
+        """See GroupManager. A state that this very step writes cannot be read in it: the request does not fit yet."""
+        if hits and self.pool.primary_key(hits[-1]) in self.fresh_keys:
+            return self.pool.num_blocks + 1
+        return self._blocks_needed(request, room, hits)
+
+    def _blocks_needed(self, request: Request, room: Room, hits: Sequence[int]) -> int:
+        return super().blocks_needed(request, room, hits)
+
+    def cache(self, request: Request, num_tokens: int) -> None:
+        """See GroupManager."""
+        num_done = request.tracked[self.index] or 0
+        super().cache(request, num_tokens)
+        num_full = request.tracked[self.index] or 0
+        self._cache_inside_block(request, num_tokens)
+        table = request.tables[self.index]
+        for block_index in range(num_done, num_full):
+            key = self.pool.primary_key(table[block_index])
+            if table[block_index] != NULL and key is not None:
+                self.fresh_keys.add(key)
+
+    def _cache_inside_block(self, request: Request, num_tokens: int) -> None:
+        """Registers a state that is not at the end of a block."""
 
     def num_skipped_tokens(self, num_computed: int) -> int:
         return num_computed - 1
@@ -102,14 +131,9 @@ class MambaAlignManager(MambaManager):
         self.has_checkpoints = group.checkpoint_blocks > 0
         self.num_checkpoint_blocks = group.checkpoint_blocks
         self.checkpoint_alignment = group.checkpoint_alignment
-        self.fresh_keys: set[int] = set()
 
     def startup_blocks(self) -> int:
         return 2 + self.num_speculative_blocks + self.num_checkpoint_blocks
-
-    def new_step(self) -> None:
-        """A call of the scheduler begins."""
-        self.fresh_keys.clear()
 
     def _state(self, request: Request) -> MambaState:
         state = request.mamba.get(self.index)
@@ -119,9 +143,7 @@ class MambaAlignManager(MambaManager):
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
-    def blocks_needed(self, request: Request, room: Room, hits: Sequence[int]) -> int:
-        if hits and self.pool.primary_key(hits[-1]) in self.fresh_keys:
-            return self.pool.num_blocks + 1  # that state is written in this very step; wait for the next
+    def _blocks_needed(self, request: Request, room: Room, hits: Sequence[int]) -> int:
         rules, state = self.setting.rules, self._state(request)
         num_speculative = self.num_speculative_blocks
         num_new = ceil_div(room.num_main, self.block_size) + num_speculative - len(hits)
@@ -239,17 +261,6 @@ class MambaAlignManager(MambaManager):
             self.fresh_keys.add(key)
 
     # -- caching -------------------------------------------------------------------------------------------------------
-
-    def cache(self, request: Request, num_tokens: int) -> None:
-        num_done = request.tracked[self.index] or 0
-        super().cache(request, num_tokens)
-        num_full = request.tracked[self.index] or 0
-        self._cache_inside_block(request, num_tokens)
-        table = request.tables[self.index]
-        for block_index in range(num_done, num_full):
-            key = self.pool.primary_key(table[block_index])
-            if table[block_index] != NULL and key is not None:
-                self.fresh_keys.add(key)
 
     def _cache_inside_block(self, request: Request, num_tokens: int) -> None:
         state = self._state(request)
