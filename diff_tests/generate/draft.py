@@ -22,6 +22,7 @@ FEATURES: dict[str, Feature] = {
     "direct": Feature(0.12),
     "connector": Feature(0.5),
     "scripted": Feature(0.4),
+    "async_loads": Feature(0.5),
     "no_prefix_caching": Feature(0.1),
     "several_groups": Feature(0.6),
     "mixed_blocks": Feature(0.35),
