@@ -135,8 +135,8 @@ class _Timeline:
             self._pause_or_resume()
 
     def _may_reset_running(self) -> bool:
-        """Where frees are deferred, the reset raises."""
-        return not ("async_scheduling" in self.on and self.draft.on & {"connector"})
+        """While loads are under way, or frees deferred, vLLM cannot do it and says so by raising."""
+        return not self.loading and not {"async_scheduling", "connector"} <= self.on
 
     def _abort(self, probability: float) -> None:
         if self.live and "aborts" in self.on and self.chooser.flag(probability):

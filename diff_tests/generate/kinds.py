@@ -125,7 +125,7 @@ KINDS: dict[str, Kind] = {
     "sliding_window_mla replayed": Kind(
         make=_make_replayed_window,
         skipped=_outside_window,
-        fits=lambda draft: False,
+        fits=lambda draft: draft.rules.bounded_replay_exists and "connector" not in draft.on,
     ),
     "circular": Kind(make=_make_circular),
 }

@@ -14,7 +14,7 @@ from oracle.contracts import contract_for
 from sim.geometry import page_bytes
 from sim.refusals import refusal
 from sim.releases import NEWEST, RELEASES, Rules
-from sim.scenario import Add, Circular, Direct, Mamba, Pause, Scenario, Schedule, check, dump, loads
+from sim.scenario import Add, Circular, Direct, LoadDone, Mamba, Pause, Scenario, Schedule, check, dump, loads
 from sim.simulator import Simulator
 from sim.startup import smallest_pool
 
@@ -60,7 +60,7 @@ def test_every_feature_and_kind_turns_up() -> None:
     cases = _cases()
     engines = [scenario.engine for scenario in cases]
     kinds = {label(group) for scenario in cases for group in scenario.groups}
-    assert kinds == set(KINDS) - {"mamba all", "sliding_window_mla replayed"}  # the newest release has it no more
+    assert kinds == set(KINDS) - {"mamba all"}  # the newest release has it no more
     seen = {
         "direct driver": any(s.driver == "direct" for s in cases),
         "no connector": any(s.connector is None for s in cases),
@@ -87,6 +87,7 @@ def test_every_feature_and_kind_turns_up() -> None:
         "halves": any(isinstance(step, Schedule) for s in cases for step in s.steps),
         "pauses": {"new", "all", "none"} <= {step.what for s in cases for step in s.steps if isinstance(step, Pause)},
         "scripted": any(step.external for s in cases for step in s.steps if isinstance(step, Add)),
+        "loads that arrive later": any(isinstance(step, LoadDone) for s in cases for step in s.steps),
         "skipping the cache": any(step.skip_cache for s in cases for step in s.steps if isinstance(step, Add)),
         "id used again": any(_repeats_id(s) for s in cases),
         "output quoted": any(_quotes_output(s) for s in cases),
