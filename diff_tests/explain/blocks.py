@@ -99,7 +99,7 @@ class BlockLives:
         self._last_holder: list[str | None] = [None] * self.num_blocks
         self._free_since: dict[int, int] = {}
         self._writing: dict[int, _Writing] = {}
-        self._keys: list[CachedKey] | None = None
+        self._keys: list[CachedKey] = []
         self._links_of: list[dict[Link, None]] = [{} for _ in range(self.num_blocks)]
         self._deferred: frozenset[int] = frozenset()
         self._touched: set[int] = set()
@@ -109,16 +109,12 @@ class BlockLives:
         known = [origin for origin in self._origins.get(place, ()) if origin.step <= step]
         return known[-1] if known else None
 
-    def is_held(self, block: int) -> bool:
-        """Whether some table names the block."""
-        return bool(self._holders[block])
-
     def take(self, record: StateRecord, state: State) -> None:
         """Takes in one record, which the replay has taken in before."""
         self._take_tables(record, state.tables or {})
         if state.keys is not None and state.keys is not self._keys:
+            self._take_keys(record, *self.key_changes(state.keys))
             self._keys = state.keys
-            self._take_keys(record, links_of(state.keys))
         if isinstance(record, Scheduled):
             self._tell_worker(record)
             self._tell_computed(record)
@@ -232,17 +228,24 @@ class BlockLives:
         start = (link.num_tokens - 1) // group.block_size * group.block_size  # floors: where the block begins
         return f"{name}: {token_range(start, link.num_tokens)}"
 
-    def _take_keys(self, record: StateRecord, now: dict[Link, None]) -> None:
+    def key_changes(self, keys: list[CachedKey]) -> tuple[list[Link], list[Link]]:
+        """Links that have gone since the record before, and those that have come."""
+        if keys is self._keys:
+            return [], []
+        gone, come = _differences(self._keys, keys)
+        before, now = links_of(gone), links_of(come)
+        return [link for link in before if link not in now], [link for link in now if link not in before]
+
+    def _take_keys(self, record: StateRecord, gone: Iterable[Link], come: Iterable[Link]) -> None:
         fresh = {entry.block: entry.stay.request for entry in self._replay.fresh}
-        for link in self.links:
-            if link not in now:
-                self._tell_uncached(record, link, fresh)
-        for link in now:
-            if link not in self.links:
-                self._links_of[link.block][link] = None
-                self._touched.add(link.block)
-                self._add(link.block, "cached", f"can be hit for {self._whose(link)}", None, link.group)
-        self.links = now
+        for link in gone:
+            del self.links[link]
+            self._tell_uncached(record, link, fresh)
+        for link in come:
+            self.links[link] = None
+            self._links_of[link.block][link] = None
+            self._touched.add(link.block)
+            self._add(link.block, "cached", f"can be hit for {self._whose(link)}", None, link.group)
 
     def _tell_uncached(self, record: StateRecord, link: Link, fresh: dict[int, str]) -> None:
         del self._links_of[link.block][link]
@@ -355,6 +358,25 @@ _WRITTEN_WORDS = {
 def links_of(keys: Iterable[CachedKey]) -> dict[Link, None]:
     """The links of a prefix cache, those of one key in their order."""
     return dict.fromkeys(Link(group, request, num, block) for group, request, num, blocks in keys for block in blocks)
+
+
+def _differences(before: list[CachedKey], now: list[CachedKey]) -> tuple[list[CachedKey], list[CachedKey]]:
+    """What only one of two lists has. Both are sorted, and mostly alike: one walk along both."""
+    gone: list[CachedKey] = []
+    come: list[CachedKey] = []
+    i = j = 0
+    while i < len(before) and j < len(now):
+        one, other = before[i], now[j]
+        if one == other:
+            i += 1
+            j += 1
+        elif one < other:
+            gone.append(one)
+            i += 1
+        else:
+            come.append(other)
+            j += 1
+    return gone + before[i:], come + now[j:]
 
 
 def _by_block(written: Iterable[Written]) -> dict[tuple[int, int, str], list[str]]:

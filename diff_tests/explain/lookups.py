@@ -8,7 +8,7 @@ the history. So the rules are those of the release, and the keys those that were
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
@@ -101,6 +101,7 @@ class Lookups:
         self._progress: dict[int, _Progress] = {}
         self._ended: set[int] = set()
         self._fates: dict[int, Fate] = {}
+        self._linked: set[Link] = set()
         try:
             self._kv: KVCacheManager | None = KVCacheManager(scenario, rules)
         except ScenarioError:  # a kind of group that the model does not know
@@ -136,7 +137,7 @@ class Lookups:
 
     # -- lookups -------------------------------------------------------------------------------------------------------
 
-    def explain(self, request_id: str, step: int, links: Iterable[Link], hit: int) -> Lookup | None:
+    def explain(self, request_id: str, step: int, links: set[Link], hit: int) -> Lookup | None:
         """A lookup of a request over these links, whose granted hit was `hit`; None where the model cannot tell."""
         request, kv = self._request(request_id), self._kv
         if request is None or kv is None:
@@ -157,14 +158,20 @@ class Lookups:
         groups = sorted(part._replace(limits=part.group in limiting) for part in groups)
         return Lookup(request_id, step, limit + 1, limit, hit, found, groups, self._sentence(hit, found, limit, groups))
 
-    def _link(self, links: Iterable[Link]) -> None:
-        """Puts exactly these links into the model's pool, of which no block is ever taken here."""
+    def _link(self, links: set[Link]) -> None:
+        """Makes these the links of the model's pool, of which no block is ever taken here."""
         assert self._kv is not None
-        self._kv.pool.reset()
-        for link in links:
+        stale = {link.block for link in self._linked - links}
+        for block in stale:
+            self._kv.pool.drop_keys(block)
+        new = links - self._linked
+        if stale:
+            new.update(link for link in links if link.block in stale)
+        for link in new:
             key = self._key(link)
             if key is not None:
                 self._kv.pool.link(key, link.block, link.num_tokens)
+        self._linked = links
 
     def _find_watched(self, request: Request, limit: int, calls: list[tuple[LookupSet, int]]) -> int:
         """The joint lookup, with the result of every group's turn."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from diff_tests.explain.blocks import BlockLives, Cell, Event, Origin, Place, links_of
+from diff_tests.explain.blocks import BlockLives, Cell, Event, Origin, Place
 from diff_tests.explain.lookups import Lookup, Lookups
 from diff_tests.explain.words import count, names
 from oracle.content import Replay
@@ -144,14 +144,14 @@ class Story:
     def _looked_up(self, record: Scheduled, state: State) -> Iterator[Lookup]:
         """The lookups of a step's admissions, over the keys as they were then: those before the step, less what was taken
         and with what was registered for requests that the same call had scheduled before."""
-        now = links_of(state.keys or ())
+        gone, come = self._blocks.key_changes(state.keys or [])
         earlier = [request for request in record.scheduled if request not in record.hits]
         for request, hit in record.hits.items():
             if request not in self._blocks.tables:  # else it held the blocks of its load already
                 theirs = {block for name in earlier for table in (state.tables or {}).get(name, ()) for block in table}
-                taken = {block for block in theirs if block and not self._blocks.is_held(block)}
-                links = [link for link in self._blocks.links if link.block not in taken or link in now]
-                links += [link for link in now if link.block in theirs and link not in self._blocks.links]
+                links = set(self._blocks.links)
+                links.difference_update(link for link in gone if link.block in theirs)
+                links.update(link for link in come if link.block in theirs)
                 lookup = self._lookups.explain(request, record.step, links, hit)
                 if lookup is not None:
                     yield lookup
