@@ -91,11 +91,13 @@ class GroupView:
         """The entry that the last of these tokens is in, -1 for none."""
         return (num_tokens - 1) // self.block_size  # floors
 
-    def room(self, table: Table) -> int:
-        """Tokens that have a slot."""
+    def room(self, table: Table, num_encoder: int = 0) -> int:
+        """Tokens that have a slot. Beside an encoder any number, if its input has."""
         if self.holds_tokens:
             return (len(table) - self.num_scratch) * self.block_size
-        return _ENDLESS if table or isinstance(self._group, Cross) else 0
+        if isinstance(self._group, Cross):
+            return _ENDLESS if len(table) * self.block_size >= num_encoder else 0
+        return _ENDLESS if table else 0
 
 
 class Prefixes:
@@ -109,6 +111,11 @@ class Prefixes:
         """Tokens in the prompt that the index-th `add` brought."""
         add = self._adds[request_index]
         return add.num_prompt_tokens if isinstance(add, Add) else add.num_tokens
+
+    def num_encoder(self, request_index: int) -> int:
+        """Tokens of the encoder's input that the index-th `add` brought."""
+        add = self._adds[request_index]
+        return add.encoder if isinstance(add, Add) and request_index >= 0 else 0
 
     def name(self, request_index: int) -> str:
         """The ID of the request that the index-th `add` brought."""
@@ -608,7 +615,7 @@ class Replay:
                 self._attach(stay, group, table, 0)
             elif old[group.index] != table:
                 self._change_table(stay, group, old[group.index], table)
-            room = min(room, group.room(table))
+            room = min(room, group.room(table, self.prefixes.num_encoder(stay.request_index)))
         stay.room = room
 
     def _change_table(self, stay: Stay, group: GroupView, old: Table, table: Table) -> None:

@@ -45,6 +45,7 @@ class KVCacheManager:
             drops_last_block=bool(dropping),
             drops_for_eagle=has_eagle(engine) and not lookahead,
             hash_lookahead=lookahead,
+            max_encoder_tokens=engine.max_num_batched_tokens,
         )
         self.groups = [
             manager_for(group, index, effective_block_size(group, engine.dcp, rules), self.setting)

@@ -25,6 +25,8 @@ class Rules:
     """[0.30] Nobody is preempted whose blocks a step in flight may still write to; the step then goes without."""
     priority_goes_on_after_self_preemption: bool
     """[0.33] With priorities, a request that had to preempt itself does not stop the requests after it."""
+    head_without_encoder_room_is_passed_over: bool
+    """[0.33] A waiting request whose encoder input does not fit the step lets those behind it go first."""
     skipping_the_cache_skips_the_connector: bool
     """[0.31] A request that does not read the prefix cache gets no external tokens either."""
 
@@ -142,6 +144,7 @@ _V0_33 = Rules(
     lone_admission_is_padded=True,
     victim_must_be_free_at_once=True,
     priority_goes_on_after_self_preemption=True,
+    head_without_encoder_room_is_passed_over=True,
     skipping_the_cache_skips_the_connector=True,
     holders_have_own_queue=True,
     blocks_reserved_for_drafts=True,
@@ -192,6 +195,7 @@ _V0_33 = Rules(
 _V0_32 = replace(
     _V0_33,
     release="0.32.0",
+    head_without_encoder_room_is_passed_over=False,
     token_budget_must_exceed_lookahead=False,
     async_scheduling_takes_ngram=False,
     prefill_cadence_is_local=False,

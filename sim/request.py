@@ -39,7 +39,8 @@ class Request:
     num_computed: computed once the steps scheduled so far have run, drafts taken as accepted. num_in_flight: scheduled in
     steps whose output is not processed yet; num_stale of them were scheduled before a preemption, and their output is
     dropped if drops_stale. num_placeholders: sampled in such steps, with an asynchronous scheduler. num_drafts: drafted
-    for the next step. num_replayed: of a load that has arrived, tokens to be computed again. tables[g]: the block table of
+    for the next step. num_encoder: tokens of the encoder's input; num_encoder_now: those scheduled with the admission under
+    way. num_replayed: of a load that has arrived, tokens to be computed again. tables[g]: the block table of
     group g; tracked[g]: the number of its leading entries that need no more hashing, or None before the first;
     shared_tail[g]: (index, block) of a shared block to be copied before it is written. external: (table index, block) of
     the blocks that its load writes, all groups. Up to quiet_until tokens, allocating slots changes nothing in any group.
@@ -58,6 +59,8 @@ class Request:
         "max_tokens",
         "num_computed",
         "num_drafts",
+        "num_encoder",
+        "num_encoder_now",
         "num_in_flight",
         "num_placeholders",
         "num_preemptions",
@@ -95,6 +98,8 @@ class Request:
         self.drops_stale = False
         self.num_placeholders = 0
         self.num_drafts = 0
+        self.num_encoder = add.encoder
+        self.num_encoder_now = 0
         self.num_verified = 0
         self.num_replayed = 0
         self.num_preemptions = 0

@@ -175,7 +175,8 @@ class Span(NamedTuple):
 class Add(_Value, frozen=True, kw_only=True):
     """A request arrives. `external` and `load` speak to the scripted connector only; with `skip_cache` it does not read
     the prefix cache, as requests for prompt log probabilities do not. `output` is what it generates before it goes on with
-    its own stream `ID.out`: a replay of a recorded run may generate what another request did."""
+    its own stream `ID.out`: a replay of a recorded run may generate what another request did.
+    `encoder`: tokens of the input that the request's cross attention sees."""
 
     id: Name
     prompt: tuple[Span, ...]
@@ -184,6 +185,7 @@ class Add(_Value, frozen=True, kw_only=True):
     salt: str | None = None
     lora: str | None = None
     skip_cache: bool = False
+    encoder: Natural = 0
     external: Natural | None = None
     load: Literal["sync", "async"] | None = None
     output: tuple[Span, ...] = ()
@@ -434,6 +436,7 @@ def check(scenario: Scenario) -> None:
     for i, group in enumerate(scenario.groups):
         _check_group(group, f"$.groups[{i}]")
     _check_in_flight(scenario)
+    _check_cross_attention(scenario)
     live: dict[str, Add] = {}
     scripted = {step.id for step in scenario.steps if isinstance(step, Add) and step.output}
     for i, step in enumerate(scenario.steps):
@@ -476,6 +479,31 @@ def _check_in_flight(scenario: Scenario) -> None:
                 raise ScenarioError(path, f"more than {most} outputs would wait to be processed; 'update' them first")
             if not isinstance(step, Schedule):
                 num_in_flight = most - 1 if isinstance(step, Step) else 0
+
+
+def _check_cross_attention(scenario: Scenario) -> None:
+    """Where there is an encoder, vLLM turns prefix caching and chunks off, and takes no connector."""
+    engine = scenario.engine
+    if not any(isinstance(group, Cross) for group in scenario.groups):
+        for i, step in enumerate(scenario.steps):
+            if isinstance(step, Add) and step.encoder:
+                raise ScenarioError(f"$.steps[{i}].add.encoder", "no group of kind cross would take it")
+        return
+    if all(isinstance(group, Cross) for group in scenario.groups):
+        raise ScenarioError("$.groups", "a decoder with cross attention has a group of another kind, too")
+    if engine.dcp > 1:
+        raise ScenarioError("$.engine.dcp", "above 1 is not modelled beside cross attention")
+    if engine.prefix_caching:
+        raise ScenarioError("$.engine.prefix_caching", "must be false beside cross attention")
+    if engine.chunked_prefill:
+        raise ScenarioError("$.engine.chunked_prefill", "must be false beside cross attention")
+    if engine.long_prefill_token_threshold:
+        raise ScenarioError("$.engine.long_prefill_token_threshold", "must be 0 beside cross attention")
+    if scenario.connector is not None:
+        raise ScenarioError("$.connector", "must be null beside cross attention")
+    for i, step in enumerate(scenario.steps):
+        if isinstance(step, Add) and step.encoder > engine.max_num_batched_tokens:
+            raise ScenarioError(f"$.steps[{i}].add.encoder", "must be at most max_num_batched_tokens; it is never split")
 
 
 def _check_group(group: AnyGroup, path: str) -> None:

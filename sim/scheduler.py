@@ -16,7 +16,7 @@ from sim.pool import PredictedError
 from sim.queues import FifoQueue, PriorityQueue, WaitingQueue, rank
 from sim.releases import Rules
 from sim.request import Request, Status
-from sim.scenario import Add, Scenario, SlidingWindowMLA, Tokens
+from sim.scenario import Add, Cross, Scenario, SlidingWindowMLA, Tokens
 from sim.speculation import num_draft_slots, num_lookahead
 
 
@@ -103,6 +103,8 @@ class Scheduler:
         self._passed_over: set[Request] = set()
         self._drained_version = 0  # of the pool, when copies and blocks to zero were last handed out
         self._cadence = Cadence(engine.prefill_schedule_interval if rules.prefill_cadence_is_local else 1)
+        self._has_encoder = any(isinstance(group, Cross) for group in scenario.groups)
+        self._encoder_slots = engine.max_num_batched_tokens  # vLLM gives some back more often than it takes them
         self._replay_window = max(
             (g.window for g in scenario.groups if isinstance(g, SlidingWindowMLA) and g.bounded_replay), default=0
         )
@@ -209,7 +211,8 @@ class Scheduler:
         plan = Plan()
         self.kv.new_step()
         threshold = self._long_prefill_threshold()
-        budget = Budget(0 if self.paused == "all" else self.engine.max_num_batched_tokens, self.draft_slots)
+        num_tokens = 0 if self.paused == "all" else self.engine.max_num_batched_tokens
+        budget = Budget(num_tokens, self.draft_slots, self.engine.max_num_batched_tokens)
         defers_prefills = self._cadence.defers(self.running)
         self._schedule_running(plan, budget, threshold, defers_prefills)
         if not plan.preempted and (len(self.waiting) or len(self.aside)) and self._admits():
@@ -328,9 +331,19 @@ class Scheduler:
             if defers_prefills and not found.loads_later and found.num_computed < len(request.tokens) - 1:
                 break
             size = NOTHING_NEW if found.loads_later else self._size_admission(request, found, budget, threshold, beside)
-            if size is None or not self._fits(request, found, size):
+            if size is None:
+                break
+            if request.num_encoder and not self._schedule_encoder(request, found, budget):
+                if not self.rules.head_without_encoder_room_is_passed_over:
+                    break
+                passed_over.append(queue.pop())
+                continue
+            if not self._fits(request, found, size):
+                self._encoder_slots += request.num_encoder
                 break
             queue.pop()
+            budget.encoder -= request.num_encoder_now
+            self._encoder_slots -= request.num_encoder_now
             self._grant(request, found, size, plan)
             if found.loads_later:
                 request.status = Status.LOADING
@@ -340,6 +353,11 @@ class Scheduler:
                 self._admit(request, size, plan)
                 budget.spend(size.num_new)
         self._put_back(passed_over)
+
+    def _schedule_encoder(self, request: Request, found: Found, budget: Budget) -> bool:
+        """The encoder's input is scheduled whole with a request's first tokens. Returns whether it fits the step."""
+        request.num_encoder_now = request.num_encoder if found.num_computed == 0 else 0
+        return request.num_encoder_now <= min(budget.encoder, self._encoder_slots)
 
     def _fits(self, request: Request, found: Found, size: Size) -> bool:
         return self.kv.allocate_slots(
@@ -625,6 +643,8 @@ class Scheduler:
     def _update_plain(self, plan: Plan, void: Collection[Request], finished: list[str], new_tokens: dict[str, int]) -> None:
         hash_block_size = self.kv.prefixes.hash_block_size
         max_model_len = self.engine.max_model_len
+        if self._has_encoder:
+            self._encoder_slots += sum(r.num_encoder for r in plan.scheduled if r.status == Status.RUNNING)
         for request in plan.scheduled:
             request.num_in_flight = 0
             if request.status != Status.RUNNING or request.is_prefill_chunk or request in void:
@@ -650,6 +670,8 @@ class Scheduler:
                 request.num_stale -= num_tokens
             if request in void or request.status == Status.FINISHED or (is_stale and request.drops_stale):
                 continue
+            if request.num_computed > 0:
+                self._encoder_slots += request.num_encoder
             if request in samples:
                 self._process_output(request, plan, is_stale, finished, new_tokens)
         if not self.is_async and self.num_spec:
@@ -713,6 +735,7 @@ class Scheduler:
             self.connector.finished(request.id)
         self._prefilling.pop(request, None)
         self._passed_over.discard(request)
+        self._encoder_slots += request.num_encoder
         if request.status == Status.LOADING and request.id not in self.arrived_loads:
             self.ended_loads[request.id] = request  # the load still writes to its blocks
         else:
@@ -723,6 +746,7 @@ class Scheduler:
     def _preempt(self, request: Request, drops_output: bool) -> None:
         """All blocks are lost, the tokens are kept; output still in flight is stale. The request is the next in line."""
         self._free(request)
+        self._encoder_slots += request.num_encoder
         self._prefilling.pop(request, None)
         request.num_computed = 0
         request.num_drafts = 0
@@ -820,11 +844,13 @@ NOTHING_NEW = Size(0, 0, False)
 
 
 class Budget:
-    """Tokens left in a step. Drafting beside the main model takes `draft_slots` more rows of each request's input."""
+    """Tokens left in a step. Drafting beside the main model takes `draft_slots` more rows of each request's input. encoder:
+    tokens of encoder inputs."""
 
-    __slots__ = ("draft_slots", "inputs", "tokens")
+    __slots__ = ("draft_slots", "encoder", "inputs", "tokens")
 
-    def __init__(self, tokens: int, draft_slots: int) -> None:
+    def __init__(self, tokens: int, draft_slots: int, encoder: int = 0) -> None:
+        self.encoder = encoder
         self.tokens = tokens
         self.inputs = tokens
         self.draft_slots = draft_slots

@@ -353,6 +353,8 @@ _SCHEDULER_FIELDS = (
     "max_num_batched_tokens",
     "enable_chunked_prefill",
     "long_prefill_token_threshold",
+    "max_num_encoder_input_tokens",
+    "encoder_cache_size",
     "policy",
     "async_scheduling",
     "watermark",

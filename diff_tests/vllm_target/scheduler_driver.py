@@ -18,6 +18,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from diff_tests.vllm_target import configs
 from diff_tests.vllm_target.defects import Defect
+from diff_tests.vllm_target.encoder import encoder_input, give_encoder
 from diff_tests.vllm_target.loads import Loads
 from diff_tests.vllm_target.metadata import selections
 from diff_tests.vllm_target.recording import Emit, Recorder, Stop, Watch
@@ -30,6 +31,7 @@ from sim.scenario import (
     STALL_STEPS,
     Abort,
     Add,
+    Cross,
     LoadDone,
     LoadFailed,
     Pause,
@@ -81,6 +83,8 @@ class Engine:
             hash_block_size=setup.hash_block_size,
             log_stats=log_stats,
         )
+        if any(isinstance(group, Cross) for group in scenario.groups):
+            give_encoder(self.scheduler, scenario)
         self.scheduler_block_size = setup.scheduler_block_size
         self.hash_block_size = setup.hash_block_size
         self.block_hasher = None
@@ -198,6 +202,8 @@ class SchedulerDriver:
                 priority=add.priority,
                 block_hasher=self._engine.block_hasher,
             )
+            if add.encoder:
+                request.mm_features = [encoder_input(add)]
             # As for requests that ask for log probabilities of their prompt.
             request.skip_reading_prefix_cache = add.skip_cache
             self._num_added += 1

@@ -61,7 +61,14 @@ REPLAYED = scenario(
     "{add: {id: C, prompt: [[c, 19]], max_tokens: 3, external: 8, load: async}}, {step: 1}, {load_done: C}, {run: 50}]",
     "{name: scripted}",
 )
-ALL |= {"loaded": LOADED, "replayed": REPLAYED}
+ENCODED = scenario(
+    "{blocks: 19, max_model_len: 32, max_num_batched_tokens: 32, prefix_caching: false, chunked_prefill: false}",
+    "[{kind: full, block: 4}, {kind: cross, block: 4}]",
+    "[{add: {id: A, prompt: [[a, 9]], max_tokens: 16, encoder: 14}}, "
+    "{add: {id: B, prompt: [[b, 3]], max_tokens: 20, encoder: 17}}, {run: 60}]",
+    "null",
+)
+ALL |= {"loaded": LOADED, "replayed": REPLAYED, "encoded": ENCODED}
 
 
 @pytest.mark.parametrize("case", ALL.values(), ids=ALL)
@@ -210,6 +217,14 @@ def test_law_2_no_slot() -> None:
     history = history_of(SHARED)
     tables_of(scheduled(history, 3))["B"][0].pop()
     assert "no_slot" in causes(SHARED, history, 2)
+
+
+def test_law_2_no_slot_for_the_encoders_tokens() -> None:
+    history = history_of(ENCODED)
+    for record in history:
+        if isinstance(record, StateRecord) and "A" in tables_of(record):
+            del tables_of(record)["A"][1][-1]
+    assert "no_slot" in causes(ENCODED, history, 2)
 
 
 def test_law_3_a_hit_on_other_tokens() -> None:

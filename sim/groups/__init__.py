@@ -5,6 +5,7 @@ from __future__ import annotations
 from sim.groups.base import GroupManager, Setting
 from sim.groups.chunked_local import ChunkedLocalManager
 from sim.groups.circular import CircularManager
+from sim.groups.cross import CrossManager
 from sim.groups.full import FullManager, RSWAManager
 from sim.groups.mamba import MambaAlignManager, MambaManager
 from sim.groups.sliding_window import SlidingWindowManager
@@ -15,14 +16,13 @@ from sim.scenario import (
     Circular,
     Cross,
     Mamba,
-    ScenarioError,
     SlidingWindow,
     SlidingWindowMLA,
 )
 
 
 def manager_for(group: AnyGroup, index: int, block_size: int, setting: Setting) -> GroupManager:
-    """The manager of one group. Raises ScenarioError for a kind that is not modelled."""
+    """The manager of one group."""
     match group:
         case SlidingWindow() | SlidingWindowMLA():
             return SlidingWindowManager(group, index, block_size, setting)
@@ -31,8 +31,7 @@ def manager_for(group: AnyGroup, index: int, block_size: int, setting: Setting) 
         case Circular():
             return CircularManager(group, index, block_size, setting)
         case Cross():
-            # Its tables follow the encoder's inputs, which a scenario cannot give a request.
-            raise ScenarioError(f"$.groups[{index}].kind", "cross attention is not modelled; leave the group out")
+            return CrossManager(group, index, block_size, setting)
         case RSWA():
             return RSWAManager(group, index, block_size, setting)
         case Mamba(mode="align"):

@@ -24,7 +24,8 @@ class Setting:
     hit_alignment: hits end at multiples of it; below a group's block size, hits may end inside its blocks.
     drops_last_block: the last block of hits is dropped somewhere, so requests resume one block earlier. drops_for_eagle:
     it is because of EAGLE, not only because a group is marked as a speculator's.
-    hash_lookahead: tokens after a hash block that its key covers too.
+    hash_lookahead: tokens after a hash block that its key covers too. max_encoder_tokens: a request's share in the start-up
+    check.
     """
 
     pool: BlockPool
@@ -40,6 +41,7 @@ class Setting:
     drops_last_block: bool = False
     drops_for_eagle: bool = False
     hash_lookahead: int = 0
+    max_encoder_tokens: int = 0
 
 
 class Room(NamedTuple):

@@ -85,6 +85,37 @@ def test_an_error_names_the_path(old, new, path):
     assert str(caught.value).startswith(path + ": ")
 
 
+CROSS = (
+    TEXT.replace("connector: {name: DecodeBenchConnector, extra: {fill_mean: 0.5}}", "connector: null")
+    .replace("kind: sliding_window, block: 16, window: 32", "kind: cross, block: 16")
+    .replace(
+        "max_model_len: 256",
+        "max_model_len: 256, prefix_caching: false, chunked_prefill: false, max_num_batched_tokens: 256",
+    )
+    .replace("max_tokens: 8", "max_tokens: 8, encoder: 256")
+)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "path"),
+    [
+        ("encoder: 256", "encoder: 257", "$.steps[0].add.encoder"),
+        ("kind: cross", "kind: full", "$.steps[0].add.encoder"),
+        ("kind: full, block: 16, layers: 2", "kind: cross, block: 16", "$.groups"),
+        ("prefix_caching: false", "prefix_caching: true", "$.engine.prefix_caching"),
+        ("chunked_prefill: false", "chunked_prefill: true", "$.engine.chunked_prefill"),
+        ("chunked_prefill: false", "chunked_prefill: false, dcp: 2", "$.engine.dcp"),
+        ("connector: null", "connector: {name: scripted}", "$.connector"),
+    ],
+)
+def test_an_encoder_is_told_of_what_vllm_turns_off_for_it(old, new, path):
+    assert loads(CROSS)
+    assert old in CROSS
+    with pytest.raises(ScenarioError) as caught:
+        loads(CROSS.replace(old, new))
+    assert caught.value.path == path
+
+
 def test_a_direct_table_must_fit_pool_and_groups():
     direct = TEXT.replace("about: two groups", "driver: direct").split("steps:")[0] + "steps:\n  - direct: "
     with pytest.raises(ScenarioError, match=r"tables\[0\]\[1\]: block 60 is outside"):

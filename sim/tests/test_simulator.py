@@ -6,7 +6,7 @@ import pytest
 
 from sim.history import Acted, Scheduled, Updated, resolve
 from sim.releases import RELEASES, rules_of
-from sim.scenario import ScenarioError, parse
+from sim.scenario import parse
 from sim.simulator import Simulator
 from sim.startup import smallest_pool
 
@@ -129,9 +129,13 @@ def test_smallest_pool_per_kind(group, blocks):
     assert smallest_pool(case, rules_of("0.33.0")) == blocks
 
 
-def test_cross_attention_is_refused_with_its_place():
-    with pytest.raises(ScenarioError, match=r"\$\.groups\[1\]\.kind"):
-        Simulator(scenario([FULL, {"kind": "cross", "block": 4}], []))
+def test_cross_attention_takes_its_blocks_with_the_admission():
+    steps = [{"add": {"id": "A", "prompt": [["a", 3]], "max_tokens": 9, "encoder": 10}}, {"run": 20}]
+    settings = {"prefix_caching": False, "chunked_prefill": False, "max_num_batched_tokens": 64, "max_model_len": 64}
+    history = Simulator(scenario([FULL, {"kind": "cross", "block": 4}], steps, **settings)).history()
+    tables = [record.tables["A"] for record in history if isinstance(record, Scheduled) and record.tables]
+    assert (tables[0][0], tables[-1][0]) == ([1], [1, 5, 6])
+    assert {tuple(table[1]) for table in tables} == {(2, 3, 4)}
 
 
 def test_a_load_that_nobody_started_cannot_fail():
