@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -37,6 +37,9 @@ from oracle.findings import Fault, Finding
 from sim.history import History
 from sim.scenario import Scenario, dump, plain
 
+if TYPE_CHECKING:
+    from diff_tests.cluster import RayCrew
+
 CASES_PER_SHARE = 32
 """Cases that a job takes at a time."""
 SAMPLE_FOR_OTHER_PROCESS = 20
@@ -54,7 +57,8 @@ class Plan:
     """What to do. `vllm` and `connector` as the target takes them. Either `cases` or `seconds` bounds it; both may.
 
     kinds: the exhaustive scope over these kinds instead of generated cases; `seed` and `features` then decide nothing.
-    jobs: child processes. resume: go on where the state in the folder says.
+    jobs: child processes. ray: the address of a Ray cluster that runs the cases instead, empty for one of our own with as
+    many workers as there would be jobs. resume: go on where the state in the folder says.
     """
 
     seed: int
@@ -68,6 +72,7 @@ class Plan:
     max_reduce_seconds: float = 20.0
     kinds: tuple[str, ...] | None = None
     jobs: int = 1
+    ray: str | None = None
     resume: bool = False
 
     @property
@@ -198,7 +203,7 @@ class Campaign:
         """Runs to the bound, or until Ctrl-C, then reduces one case of each fault."""
         started = time.monotonic()
         deadline = None if self.plan.seconds is None else started + self.plan.seconds
-        crew = Crew(self.target, self._source, self._shares, self.plan.jobs, deadline)
+        crew = self._crew(deadline)
         try:
             for result in crew.results():
                 for message in result.messages:
@@ -216,6 +221,16 @@ class Campaign:
             crew.close()
             self._save(self._write_summary)
         return self.summary
+
+    def _crew(self, deadline: float | None) -> Crew | RayCrew:
+        """Those who run the shares: processes here, or workers of a Ray cluster."""
+        plan = self.plan
+        if plan.ray is None:
+            return Crew(self.target, self._source, self._shares, plan.jobs, deadline)
+        from diff_tests.cluster import RayCrew, TargetSettings
+
+        settings = TargetSettings(plan.vllm, plan.connector, self.target.defect, plan.as_release)
+        return RayCrew(settings, self._source, self._shares, plan.ray, plan.jobs, deadline)
 
     # -- what the jobs send --------------------------------------------------------------------------------------------
 
@@ -421,10 +436,12 @@ Share = tuple[int, int]
 
 
 class ShareResult(NamedTuple):
-    """What a child sent about a share. It counts as a whole, so that no case counts twice or never."""
+    """What a child sent about a share. It counts as a whole, so that no case counts twice or never. num_lost: cases that
+    went well only when run again, where nobody here counts them."""
 
     share: Share
     messages: list[CasesMessage]
+    num_lost: int = 0
 
 
 class Shares:

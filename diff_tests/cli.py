@@ -237,6 +237,13 @@ def run(scenario: Path, vllm: str, connector: str | None, as_release: str | None
     "--jobs", "-j", metavar="N", type=click.IntRange(min=1), help="Child processes. Default: one for each core we may use."
 )
 @click.option(
+    "--ray",
+    metavar="[ADDRESS]",
+    is_flag=False,
+    flag_value="",
+    help="Run the cases on a Ray cluster: at an address, or 'auto' for this machine's; without one, on one started here.",
+)
+@click.option(
     "--resume",
     metavar="DIR",
     type=click.Path(path_type=Path, file_okay=False),
@@ -265,6 +272,7 @@ def fuzz(
     seed: int | None,
     out: Path | None,
     jobs: int | None,
+    ray: str | None,
     resume: Path | None,
     coverage: bool,
     exhaustive: bool,
@@ -279,6 +287,7 @@ def fuzz(
     campaigns with different seeds may share a run folder.
     """
     from diff_tests.campaign import Campaign, Plan, num_cores, prepare_folder
+    from diff_tests.cluster import ClusterError
     from diff_tests.report import print_summary
 
     folder = resume or out or Path("kvoracle-runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-fuzz-{_folder_name(vllm)}"
@@ -302,12 +311,15 @@ def fuzz(
             seconds=seconds,
             jobs=jobs or num_cores(),
         )
+    plan = replace(plan, ray=ray)
     with _Started(plan.vllm, plan.connector, plan.as_release) as (target, info), _sigterm_interrupts():
         if exhaustive:
             plan = _exhaustive(plan, info.rules, kinds)
         try:
             with _Progress(plan.cases, plan.seconds) as progress:
                 summary = _target_errors(lambda: Campaign(plan, target, info).run(progress))
+        except ClusterError as error:
+            raise InputError(str(error)) from None
         except StartError as error:
             raise StartError(f"{error.message}; what was found until then is in {folder}") from None
     if as_json:
