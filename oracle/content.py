@@ -138,7 +138,9 @@ def _all_tokens(add: Add) -> list[tuple[str, int, int]]:
 
 
 def _num_common_tokens(one: Add | Direct, other: Add | Direct) -> int:
-    if isinstance(one, Direct) or isinstance(other, Direct) or (one.salt, one.lora) != (other.salt, other.lora):
+    if isinstance(one, Direct) or isinstance(other, Direct):
+        return 0
+    if (one.salt, one.lora, one.embeds) != (other.salt, other.lora, other.embeds):
         return 0
     num_tokens = 0
     runs = [deque(_all_tokens(add)) for add in (one, other)]

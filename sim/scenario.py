@@ -176,7 +176,8 @@ class Add(_Value, frozen=True, kw_only=True):
     """A request arrives. `external` and `load` speak to the scripted connector only; with `skip_cache` it does not read
     the prefix cache, as requests for prompt log probabilities do not. `output` is what it generates before it goes on with
     its own stream `ID.out`: a replay of a recorded run may generate what another request did.
-    `encoder`: tokens of the input that the request's cross attention sees."""
+    With `embeds` the prompt comes as embeddings, one a token, which no prompt of tokens equals. `encoder`: tokens of the
+    input that the request's cross attention sees."""
 
     id: Name
     prompt: tuple[Span, ...]
@@ -185,6 +186,7 @@ class Add(_Value, frozen=True, kw_only=True):
     salt: str | None = None
     lora: str | None = None
     skip_cache: bool = False
+    embeds: bool = False
     encoder: Natural = 0
     external: Natural | None = None
     load: Literal["sync", "async"] | None = None
@@ -636,8 +638,9 @@ class Tokens:
         return self._bases[stream]
 
     def prompt(self, add: Add) -> list[int]:
-        """The token numbers of a request's prompt."""
-        return self._numbers(add.prompt)
+        """The token numbers of a request's prompt; below 0 where it comes as embeddings."""
+        numbers = self._numbers(add.prompt)
+        return [-number for number in numbers] if add.embeds else numbers
 
     def _numbers(self, spans: tuple[Span, ...]) -> list[int]:
         numbers: list[int] = []

@@ -7,6 +7,7 @@ from collections import deque
 from contextlib import suppress
 from typing import Any
 
+import torch
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -193,7 +194,7 @@ class SchedulerDriver:
         with self._out.failing("add"):
             request = Request(
                 request_id=add.id,
-                prompt_token_ids=self._tokens.prompt(add),
+                **self._prompt(add),
                 sampling_params=SamplingParams(max_tokens=add.max_tokens),
                 pooling_params=None,
                 arrival_time=float(self._num_added),
@@ -210,6 +211,14 @@ class SchedulerDriver:
             self._names.add(request)
             self._scheduler.add_request(request)
         self._requests[add.id] = request
+
+    def _prompt(self, add: Add) -> dict[str, Any]:
+        """Token IDs, or embeddings that are equal where the tokens are."""
+        numbers = self._tokens.prompt(add)
+        if not add.embeds:
+            return {"prompt_token_ids": numbers}
+        embeddings = torch.tensor(numbers, dtype=torch.float64).unsqueeze(1)
+        return {"prompt_token_ids": None, "prompt_embeds": embeddings}
 
     def _engine_step(self) -> bool:
         """A step of a synchronous engine ends with its own output, one of an asynchronous engine with the output of the

@@ -129,6 +129,14 @@ def test_smallest_pool_per_kind(group, blocks):
     assert smallest_pool(case, rules_of("0.33.0")) == blocks
 
 
+def test_embeddings_are_hit_by_equal_embeddings_only():
+    adds = [add(request, ["p", 13]) for request in "ABC"]
+    for step in adds[:2]:
+        step["add"]["embeds"] = True
+    history = Simulator(scenario([FULL], [adds[0], {"step": 1}, *adds[1:], {"step": 1}])).history()
+    assert [record.hits for record in history if isinstance(record, Scheduled)] == [{"A": 0}, {"B": 12, "C": 0}]
+
+
 def test_cross_attention_takes_its_blocks_with_the_admission():
     steps = [{"add": {"id": "A", "prompt": [["a", 3]], "max_tokens": 9, "encoder": 10}}, {"run": 20}]
     settings = {"prefix_caching": False, "chunked_prefill": False, "max_num_batched_tokens": 64, "max_model_len": 64}
