@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gpu_tests.conftest import DEVICES
+from oracle import fill as fill_module
 from oracle.fill import FillCheck, LayerView
 from oracle.values import FillValue, encode
 
@@ -12,14 +14,18 @@ NUM_BLOCKS = 2048
 PAGE_ELEMENTS = 2048  # bfloat16: 4 KiB a block and layer
 WINDOW_BYTES = 1 << 20
 MEAN = FillValue(encode(0.015, "bfloat16"), "bfloat16")
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")),
-]
+
+
+@pytest.fixture(params=[True, False], ids=["stretches", "rows"])
+def by_stretches(request, monkeypatch):
+    """Windows are judged stretch by stretch, or, as where stretches are many, all at once and then row by row."""
+    if not request.param:
+        monkeypatch.setattr(fill_module, "_MOST_PIECES", {})
+        monkeypatch.setattr(fill_module, "_MOST_PIECES_ELSEWHERE", 0)
 
 
 @pytest.fixture(params=DEVICES)
-def memory(request):
+def memory(request, by_stretches):
     """Two layers of one group, layer outermost; a third in a group of its own over the bytes of the first."""
     buffer = torch.zeros(2 * NUM_BLOCKS * PAGE_ELEMENTS * 2, dtype=torch.int8, device=request.param)
     elements = buffer.view(torch.bfloat16).view(2, NUM_BLOCKS, 4, 16, PAGE_ELEMENTS // 64)
@@ -71,3 +77,26 @@ def test_another_value_is_found(memory):
     elements[1][3] = 1.0
     wrong = [entry for entry in check.verify([[3], []]) if entry.state == "wrong_value"]
     assert [(entry.layer, entry.blocks, entry.value) for entry in wrong] == [("b", [3], "803f")]
+
+
+def test_what_is_right_is_seen_at_a_glance(memory, monkeypatch):
+    """Sorting bytes costs many times as much: it is for what is wrong."""
+    _, elements, check = memory
+    monkeypatch.setattr(FillCheck, "_expected", lambda *_: pytest.fail("a right window was looked at again"))
+    ids = list(range(3, 200)) + list(range(300, 2000, 7))
+    fill(elements, ids)
+    assert {entry.state for entry in check.verify([ids, []])} == {"filled"}
+
+
+def test_groups_that_write_different_values_into_one_block(by_stretches):
+    """The later one stays."""
+    buffer = torch.zeros(64 * 4096, dtype=torch.int8)
+    elements = buffer.view(torch.bfloat16).view(64, 2048)
+    zero = FillValue(encode(0.0, "raw"), "raw")
+    check = FillCheck(buffer, [LayerView(0, "a", elements), LayerView(1, "b", elements)], [MEAN, zero], 1 << 14)
+    check.paint()
+    elements[5] = 0.0
+    wrong = {(entry.layer, entry.state) for entry in check.verify([[5], [5]])}
+    assert ("b", "filled") in wrong
+    elements[5] = 0.015
+    assert ("b", "wrong_value") in {(entry.layer, entry.state) for entry in check.verify([[5], [5]])}

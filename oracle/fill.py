@@ -5,10 +5,16 @@ groups overlay the same bytes. Everything is judged on bytes, so equal numbers o
 
 Work goes through the buffer in windows, so that the extra memory stays bounded however large the buffer is. A window
 judges its own bytes and holds a margin on both sides, so that every strip that reaches into it lies inside whole.
+
+What is right is seen fast: a window is cut into stretches that must hold paint and stretches that must hold one constant,
+each compared as it lies; where they are many, all of it is compared with paint, and the rows that were to be written with
+their constant. The answers are fetched once. Only windows that are wrong, or drawn at random, are compared with an image of
+what they should be, and sorted byte by byte.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import product
@@ -20,11 +26,20 @@ from torch import Tensor
 from oracle.values import FillValue
 from sim.history import Written
 
-_PAINT_PERIOD = 65521
-"""Bytes after which the paint repeats: a prime, so that no block, page or layer stride is a multiple of it."""
-
 _WORD = 8
 """Bytes compared at a time."""
+
+_PAINT_PERIOD = 65521 * _WORD
+"""Bytes after which the paint repeats: whole words, and a prime number of them, so that no block, page or layer stride is
+a multiple of it."""
+
+_MOST_PIECES = {"cpu": 256}
+_MOST_PIECES_ELSEWHERE = 16
+"""Stretches of a window that are compared one by one. Each costs an operation or two, however short it is, and starting one
+costs more on a device than on a CPU."""
+
+_CPU_WINDOW_BYTES, _DEVICE_WINDOW_BYTES = 1 << 26, 1 << 28
+"""Large enough that starting an operation costs little beside it."""
 
 _NAN_BYTES = (0x7F, 0xFF)
 """Paint under random fills: in float16 and fp8 every element of these bytes is NaN, in bfloat16 and float32 it is NaN
@@ -57,11 +72,15 @@ class FillCheck:
     """Paints a KV buffer and judges what a fill did to it.
 
     buffer: the flat storage, one dimension, one byte an element. layers: every layer's view. values: what a fill leaves
-    in each group, by group index. window_bytes bounds the extra memory to a few times as much.
+    in each group, by group index. window_bytes bounds the extra memory to a few times as much; None: by the device.
     """
 
     def __init__(
-        self, buffer: Tensor, layers: Sequence[LayerView], values: Sequence[FillValue], window_bytes: int = 1 << 26
+        self,
+        buffer: Tensor,
+        layers: Sequence[LayerView],
+        values: Sequence[FillValue],
+        window_bytes: int | None = None,
     ) -> None:
         if buffer.dim() != 1 or buffer.element_size() != 1 or not buffer.is_contiguous():
             raise ValueError(f"the buffer must be flat bytes, found shape {tuple(buffer.shape)} of {buffer.dtype}")
@@ -69,10 +88,13 @@ class FillCheck:
         self._values = list(values)
         self._layers = [_strips_of(layer, self._buffer) for layer in layers]
         self._layers_of = [[layer for layer in self._layers if layer.group == g] for g in range(len(values))]
+        if window_bytes is None:
+            window_bytes = _CPU_WINDOW_BYTES if buffer.device.type == "cpu" else _DEVICE_WINDOW_BYTES
         self._windows = _cut(self._buffer.numel(), window_bytes, self._layers)
         widest = max(window.high - window.low for window in self._windows)
         self._paint = _paint_tile(self._values, widest, self._buffer.device)
-        self._image = torch.empty(widest, dtype=torch.uint8, device=buffer.device)
+        self._image = torch.empty(0, dtype=torch.uint8, device=buffer.device)
+        self._widest = widest
         self._constants: dict[tuple[int, int], Tensor] = {}
 
     def paint(self) -> None:
@@ -90,12 +112,66 @@ class FillCheck:
         """
         wanted = _union(requests, len(self._values))
         ledger = _Ledger(self._layers, self._values, wanted)
-        for window in self._windows:
+        for window in self._doubtful([_runs(ids) for ids in wanted]):
             image = self._expected(window, requests, ledger)
             actual = self._buffer[window.low : window.high]
             if not _same_bytes(actual[window.judged], image[window.judged]):
                 self._classify(window, actual, image, ledger)
         return list(ledger.entries())
+
+    def _doubtful(self, wanted: Sequence[Sequence[_Run]]) -> list[_Window]:
+        """The windows that are not right at a glance, in order. wanted: runs of blocks by group."""
+        doubtful: list[_Window] = []
+        glanced: list[_Window] = []
+        answers: list[Tensor] = []
+        for window in self._windows:
+            answer = self._glance(window, wanted)
+            if answer is None:
+                doubtful.append(window)
+            else:
+                glanced.append(window)
+                answers.append(answer)
+        # The one place that waits for the device.
+        right = torch.stack(answers).tolist() if answers else []
+        doubtful += [window for window, is_right in zip(glanced, right, strict=True) if not is_right]
+        return sorted(doubtful)
+
+    def _glance(self, window: _Window, wanted: Sequence[Sequence[_Run]]) -> Tensor | None:
+        """Whether a window is right, as a tensor of one truth value; None where that takes a closer look."""
+        strips = [(layer, strip) for layer in self._layers if wanted[layer.group] for strip in layer.strips]
+        if not _is_plain(window, strips, self._values):
+            return None
+        most = _MOST_PIECES.get(self._buffer.device.type, _MOST_PIECES_ELSEWHERE)
+        pieces = _pieces(window, strips, self._values, wanted, most)
+        if pieces is not None:
+            return torch.stack([self._holds(piece) for piece in pieces]).all()
+        return self._matches(window, strips, wanted)
+
+    def _matches(
+        self, window: _Window, strips: Sequence[tuple[_Layer, _Strip]], wanted: Sequence[Sequence[_Run]]
+    ) -> Tensor | None:
+        """The same for any number of stretches: everything against paint, then the rows to be written against their
+        constants. None where two groups write different values into one block."""
+        if _collide(wanted, self._values):
+            return None
+        words = self._buffer[window.low : window.high].view(torch.int64)
+        differs = words != self._painted(window.low, window.high).view(torch.int64)
+        for layer, strip in strips:
+            rows = _row_index(_ids(wanted[layer.group]), strip.blocks_in(window), words.device)
+            if rows is not None:
+                strip.word_rows(differs, window)[rows] = strip.word_rows(words, window)[rows] != self._word(layer.group)
+        return ~differs[window.judged.start // _WORD : window.judged.stop // _WORD].any()
+
+    def _word(self, group: int) -> int:
+        """A group's constant, repeated to a word."""
+        return _word(self._values[group].element)
+
+    def _holds(self, piece: _Piece) -> Tensor:
+        """Whether a stretch holds its constant, or paint, as a tensor of one truth value."""
+        words = self._buffer[piece.start : piece.stop].view(torch.int64)
+        if piece.element is None:
+            return _all_equal(words, self._painted(piece.start, piece.stop).view(torch.int64))
+        return (words == _word(piece.element)).all()
 
     def _painted(self, low: int, high: int) -> Tensor:
         """The pattern of bytes [low, high) of the buffer."""
@@ -104,6 +180,8 @@ class FillCheck:
 
     def _expected(self, window: _Window, requests: Sequence[Sequence[Sequence[int]]], ledger: _Ledger) -> Tensor:
         """The paint with every fill applied in order. Where values are drawn, what was drawn is taken over."""
+        if not self._image.numel():
+            self._image = torch.empty(self._widest, dtype=torch.uint8, device=self._buffer.device)
         image = self._image[: window.high - window.low]
         image.copy_(self._painted(window.low, window.high))
         for ids_by_group in requests:
@@ -187,11 +265,29 @@ class _Strip(NamedTuple):
         high = (window.high - self.first - self.num_bytes) // self.stride + 1  # floors: the last that ends in time
         return low, max(low, min(high, self.num_blocks))
 
+    def stretches(self, run: _Run, window: _Window) -> Iterator[tuple[int, int]]:
+        """The bytes of these blocks that the window judges, as (start, stop)."""
+        before = (window.start - self.first - self.num_bytes) // self.stride  # floors: the last block before the window
+        low = max(run.low, before + 1, 0)
+        high = min(run.high, self.num_blocks, -((self.first - window.stop) // self.stride))  # rounds up
+        if low < high and self.stride == self.num_bytes:
+            yield max(self.first + low * self.stride, window.start), min(self.first + high * self.stride, window.stop)
+            return
+        for block_id in range(low, high):
+            start = self.first + block_id * self.stride
+            yield max(start, window.start), min(start + self.num_bytes, window.stop)
+
     def rows(self, at_hand: Tensor, window: _Window) -> Tensor:
         """The runs in a window's bytes as rows; row 0 is the first block of `blocks_in`."""
         low, high = self.blocks_in(window)
         begin = at_hand.storage_offset() + self.first + low * self.stride - window.low
         return at_hand.as_strided((high - low, self.num_bytes), (self.stride, 1), begin)
+
+    def word_rows(self, words: Tensor, window: _Window) -> Tensor:
+        """The same of a window's words, in a strip of whole words."""
+        low, high = self.blocks_in(window)
+        begin = words.storage_offset() + (self.first + low * self.stride - window.low) // _WORD  # divides evenly
+        return words.as_strided((high - low, self.num_bytes // _WORD), (self.stride // _WORD, 1), begin)
 
 
 class _Layer(NamedTuple):
@@ -241,6 +337,96 @@ def _cut(num_bytes: int, window_bytes: int, layers: Sequence[_Layer]) -> list[_W
     ]
 
 
+class _Run(NamedTuple):
+    """Blocks [low, high)."""
+
+    low: int
+    high: int
+
+
+class _Piece(NamedTuple):
+    """Bytes [start, stop) of the buffer that must hold this element throughout, or paint where it is None."""
+
+    start: int
+    stop: int
+    element: bytes | None
+
+
+def _runs(ids: Sequence[int]) -> list[_Run]:
+    """Block IDs as runs, in ascending order."""
+    runs: list[_Run] = []
+    for block_id in sorted(set(ids)):
+        if runs and runs[-1].high == block_id:
+            runs[-1] = _Run(runs[-1].low, block_id + 1)
+        else:
+            runs.append(_Run(block_id, block_id + 1))
+    return runs
+
+
+def _ids(runs: Sequence[_Run]) -> list[int]:
+    """Every block of the runs."""
+    return [block_id for run in runs for block_id in range(run.low, run.high)]
+
+
+@lru_cache(maxsize=32)
+def _word(element: bytes) -> int:
+    """An element repeated to a word, as the number that a word of such memory is."""
+    return int.from_bytes(element * (_WORD // len(element)), sys.byteorder, signed=True)  # divides evenly
+
+
+def _is_plain(window: _Window, strips: Sequence[tuple[_Layer, _Strip]], values: Sequence[FillValue]) -> bool:
+    """Whether everything in sight is whole words, and every value a constant."""
+    return not (
+        window.high % _WORD
+        or any(values[layer.group].is_random for layer, _ in strips)
+        or any(size % _WORD for _, strip in strips for size in (strip.first, strip.stride, strip.num_bytes))
+    )
+
+
+def _collide(wanted: Sequence[Sequence[_Run]], values: Sequence[FillValue]) -> bool:
+    """Whether a block is to be written with different values: groups share storage, block by block."""
+    by_element: dict[bytes, set[int]] = {}
+    for runs, value in zip(wanted, values, strict=True):
+        by_element.setdefault(value.element, set()).update(_ids(runs))
+    seen: set[int] = set()
+    for ids in by_element.values():
+        if seen & ids:
+            return True
+        seen |= ids
+    return False
+
+
+def _pieces(
+    window: _Window,
+    strips: Sequence[tuple[_Layer, _Strip]],
+    values: Sequence[FillValue],
+    wanted: Sequence[Sequence[_Run]],
+    most: int,
+) -> list[_Piece] | None:
+    """A window's judged bytes as stretches of paint and of constants; None where they are more than `most`, or where
+    different values are to be written to the same bytes."""
+    filled: list[_Piece] = []
+    for layer, strip in strips:
+        for run in wanted[layer.group]:
+            for start, stop in strip.stretches(run, window):
+                filled.append(_Piece(start, stop, values[layer.group].element))
+                if len(filled) > most:
+                    return None
+    pieces: list[_Piece] = []
+    position = window.start
+    for piece in sorted(filled, key=lambda piece: piece[:2]):
+        if piece.start < position and pieces[-1].element != piece.element:
+            return None
+        if piece.start > position:
+            pieces.append(_Piece(position, piece.start, None))
+        if piece.stop > position:
+            pieces.append(_Piece(max(piece.start, position), piece.stop, piece.element))
+            position = piece.stop
+    if position < window.stop:
+        pieces.append(_Piece(position, window.stop, None))
+    return pieces
+
+
 def _row_index(ids: Sequence[int], span: tuple[int, int], device: torch.device) -> Tensor | None:
     """Row numbers of those blocks that lie in a range of blocks, or None if none does."""
     low, high = span
@@ -255,6 +441,13 @@ def _same_bytes(actual: Tensor, image: Tensor) -> bool:
         return torch.equal(actual, image)
     words = (stretch[:whole].view(torch.int64) for stretch in (actual, image))
     return torch.equal(*words) and torch.equal(actual[whole:], image[whole:])
+
+
+def _all_equal(words: Tensor, others: Tensor) -> Tensor:
+    """One truth value, left on the device: fetching it would wait for all work before."""
+    if words.device.type == "cpu":
+        return torch.tensor(torch.equal(words, others))
+    return (words == others).all()
 
 
 def _paint_tile(values: Sequence[FillValue], widest: int, device: torch.device) -> Tensor:
