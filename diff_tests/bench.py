@@ -30,7 +30,7 @@ NUM_ROUNDS = 5
 
 @dataclass(frozen=True)
 class Measure:
-    """One promise: what was measured, in which unit, and the bound it must keep (at least or at most)."""
+    """What was measured, in which unit, and the bound that it must keep if one is promised (at least or at most)."""
 
     name: str
     value: float
@@ -46,9 +46,11 @@ class Measure:
         )
 
 
-def measure(target: Target, info: TargetInfo, only: str | None = None) -> list[Measure]:
-    """All measures, or those of one part: `campaign` or `model`."""
+def measure(target: Target, info: TargetInfo, only: str | None = None, device: str = "cpu") -> list[Measure]:
+    """All measures, or those of one part: `campaign`, `model` or `memory`. device: where KV memory lies."""
     measures: list[Measure] = []
+    if only in (None, "memory"):
+        measures += measure_memory(device)
     if only in (None, "campaign"):
         measures += measure_campaign(target)
         measures += measure_jobs(target)
@@ -59,6 +61,27 @@ def measure(target: Target, info: TargetInfo, only: str | None = None) -> list[M
             measure_building(info.rules),
         ]
     return measures
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+def measure_memory(device: str, num_bytes: int | None = None) -> list[Measure]:
+    """Verification of KV memory against a copy of it on the same device."""
+    from diff_tests.memory_bench import measure_verification
+
+    figures = measure_verification(device, num_bytes)
+    bounds = {"one run": 0.6}
+    return [
+        Measure(
+            f"verification over memory copy on {device}, {name}",
+            ratio,
+            "times as fast",
+            at_least=bounds.get(name),
+            detail=f"{figures.verified[name] / 1e9:.3g} GB/s against {figures.copy / 1e9:.3g} GB/s",
+        )
+        for name, ratio in figures.ratios.items()
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------ campaign
@@ -201,7 +224,8 @@ def print_measures(console: Console, measures: Sequence[Measure], info: TargetIn
     for title in ("", "measured", "", "promised", ""):
         table.add_column(title)
     for m in measures:
-        bound = f"at least {m.at_least:g}" if m.at_least is not None else f"at most {m.at_most:g}"
+        bound = f"at least {m.at_least:g}" if m.at_least is not None else "nothing"
+        bound = f"at most {m.at_most:g}" if m.at_most is not None else bound
         table.add_row(m.name, f"{m.value:.3g}", m.unit, bound + ("" if m.kept else "  MISSED"), m.detail)
     console.print(table)
     missed = sum(not m.kept for m in measures)

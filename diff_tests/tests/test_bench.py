@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diff_tests import bench
+from diff_tests import bench, cli
 from diff_tests.bench import Measure, document, measure_building, measure_campaign, measure_model
 from diff_tests.vllm_target.target import Target
 
@@ -30,6 +30,18 @@ def test_the_child_times_every_step_after_the_warm_up(target: Target) -> None:
     seconds = target.step_times(bench.decoding(4, 1000), 3, 10)
     assert len(seconds) == 10
     assert all(0 < s < 1 for s in seconds)
+
+
+def test_verification_is_held_against_a_copy_of_the_same_memory() -> None:
+    measures = bench.measure_memory("cpu", num_bytes=1 << 24)
+    assert [m.at_least for m in measures] == [0.6, None]
+    assert all(0.01 < m.value < 10 for m in measures), measures
+
+
+def test_no_cuda_device_is_bad_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_has_cuda", lambda: False)
+    assert cli.run_cli(["bench", "--only", "memory", "--device", "cuda"]) == cli.BAD_INPUT
+    assert "no CUDA device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("value", "kept"), [(2.9, False), (3.0, True)])
