@@ -49,7 +49,11 @@ class Checked:
 
 def check_trace(trace: Trace) -> Checked:
     """Follows and judges a trace as far as it goes. Raises TraceError."""
-    rebuilt = rebuild(trace)
+    return check_rebuilt(trace, rebuild(trace))
+
+
+def check_rebuilt(trace: Trace, rebuilt: Rebuilt) -> Checked:
+    """The same, of a run that has been rebuilt, and to whose history the caller may have added what it saw itself."""
     findings: list[Finding] = []
     predicted, divergence, num_followed, gap = _follow(rebuilt)
     if divergence is not None:

@@ -149,6 +149,8 @@ class _Loop:
             except Exception as error:  # a vLLM that cannot be read or driven; the next case may fare better
                 self._outbox.add(_unreadable(error))
             self._outbox.end()
+        elif isinstance(message, wire.RunEngine):
+            self._outbox.send(self._server.run_engine(scenario, message))
         elif isinstance(message, wire.AskStepTimes):
             seconds = self._server.step_times(scenario, message.num_warmup_steps, message.num_steps)
             self._outbox.send(wire.StepTimes(message.case, seconds))

@@ -42,6 +42,11 @@ def with_connector(scenario: Scenario, name: str | None) -> Scenario:
     return replace(scenario, connector=replace(scenario.connector, name=name))
 
 
+def defined_classes(path: str) -> set[str]:
+    """Names of the classes that a connector file defines. Raises TargetInputError."""
+    return {node.name for node in _parse(path).body if isinstance(node, ast.ClassDef)}
+
+
 def _parse(path: str) -> ast.Module:
     try:
         source = Path(path).read_bytes()
@@ -111,7 +116,7 @@ def _import_class(connector: str) -> str:
 def _install_file(path: str) -> str:
     """Loads the file as the module that the registered connector lives in, so that vLLM finds it in its place. Returns the
     registered name."""
-    defined = {node.name for node in _parse(path).body if isinstance(node, ast.ClassDef)}
+    defined = defined_classes(path)
     names = sorted(name for name, (_, class_name) in _homes().items() if class_name in defined)
     if len(names) != 1:
         found = ", ".join(names) or "none"

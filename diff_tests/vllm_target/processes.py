@@ -71,7 +71,7 @@ class _Host:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "diff_tests.vllm_target.host", "--control", str(theirs.fileno())],
-                env=_environment(source),
+                env=environment(source),
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
@@ -182,7 +182,7 @@ def _close_hosts() -> None:
         host.close()
 
 
-def _environment(source: Source) -> dict[str, str]:
+def environment(source: Source) -> dict[str, str]:
     """The host's environment: the chosen vLLM first, ourselves next; quiet, offline, deterministic, one thread."""
     here = Path(__file__).resolve().parents[2]
     paths = [str(source.folder)] if source.folder else []

@@ -48,6 +48,13 @@ class Server:
         """Plays a request trace, see the workload driver."""
         workload_driver.play(scenario, message, send)
 
+    def run_engine(self, scenario: Scenario, message: wire.RunEngine) -> wire.EngineEnd:
+        """Starts a real engine and takes the scenario's steps."""
+        # An engine brings in much that other work here does without.
+        from diff_tests.vllm_target.engine.inprocess import run_engine
+
+        return run_engine(scenario, message)
+
     def startup_pool(self, scenario: Scenario) -> int:
         """The smallest pool that vLLM's start-up check admits for the scenario's groups, in blocks."""
         return configs.smallest_pool(with_connector(scenario, self._connector))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from diff_tests.shard import Cases
 from diff_tests.vllm_target import connectors, wire
@@ -112,6 +113,18 @@ class Target:
     def info(self) -> TargetInfo:
         """What runs; starts it if need be."""
         return self.start()
+
+    @property
+    def source(self) -> Source:
+        """Where its vLLM comes from; starts it if need be."""
+        self.start()
+        assert self._source is not None
+        return self._source
+
+    @property
+    def replacing_file(self) -> str | None:
+        """The file that replaces the installed connector, if one does."""
+        return self._connector if self._connector is not None and connectors.is_file(self._connector) else None
 
     def close(self) -> None:
         """Ends the child."""
@@ -264,6 +277,14 @@ class Target:
         answer = self._ask(lambda case: wire.AskRealTime(case, data, start, stop, release))
         assert isinstance(answer, wire.CpuTime)
         return answer.seconds
+
+    def run_engine(self, settings: dict[str, Any], scenario: Scenario, plugins: Path) -> wire.EngineEnd:
+        """Starts a real engine with these arguments in the child, once in its life, and takes the scenario's steps.
+        plugins: a folder for the module path of every process of the engine."""
+        data = wire.pack_scenario(scenario)
+        answer = self._ask(lambda case: wire.RunEngine(case, data, settings, str(plugins)))
+        assert isinstance(answer, wire.EngineEnd)
+        return answer
 
     def cpu_seconds(self) -> float:
         """Processor time that the child has used so far."""

@@ -86,6 +86,16 @@ class AskConnectorFile(Struct, tag="connector_file"):
     connector: str
 
 
+class RunEngine(Struct, tag="engine"):
+    """Start an engine with these arguments and take the scenario's steps; once in the life of a child. plugins: a folder
+    for the module path of every process of the engine."""
+
+    case: int
+    scenario: bytes
+    settings: dict[str, Any]
+    plugins: str
+
+
 class AskCpuTime(Struct, tag="cpu_time"):
     """Ask for the processor time that the child has used so far."""
 
@@ -173,6 +183,15 @@ class ConnectorFile(Struct, tag="connector_path"):
     error: str | None = None
 
 
+class EngineEnd(Struct, tag="engine_end"):
+    """How an engine ended: it took all steps, or raised an error while it started (phase `start`) or ran (`run`)."""
+
+    case: int
+    start_seconds: float
+    phase: str = ""
+    error: str = ""
+
+
 class CpuTime(Struct, tag="cpu"):
     """Processor seconds of the child."""
 
@@ -204,7 +223,9 @@ class Ended(Struct, tag="ended"):
     code: int | None
 
 
-ToChild = RunCase | AskStartupPool | AskStepTimes | RunCases | AskRealTime | PlayTrace | AskConnectorFile | AskCpuTime
+ToChild = (
+    RunCase | AskStartupPool | AskStepTimes | RunCases | AskRealTime | PlayTrace | AskConnectorFile | RunEngine | AskCpuTime
+)
 _AboutCases = CaseBegun | CasesNews | CasesDone
 ToParent = (
     Ready
@@ -217,6 +238,7 @@ ToParent = (
     | CasesNews
     | CasesDone
     | ConnectorFile
+    | EngineEnd
     | CpuTime
 )
 

@@ -1,0 +1,1 @@
+"""`kvoracle e2e`: the request matrix in a real engine, and a verdict for each request."""

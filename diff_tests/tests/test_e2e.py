@@ -1,0 +1,138 @@
+"""The request matrix in real engines, and what is made of it without one."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from diff_tests import cli
+from diff_tests.e2e.client import our_name
+from diff_tests.e2e.matrix import act_of, matrix, steps_of
+from diff_tests.e2e.models import MODELS, VOCABULARY_SIZE, chosen_models
+from diff_tests.e2e.report import document, runs_of, verdict
+from diff_tests.e2e.runs import ENGINE_TIMEOUT_S, ModelRun, Row, probed_connector, run_model, scenario_of
+from diff_tests.vllm_target.api_server import arguments
+from diff_tests.vllm_target.engine.tokens import VocabularyTokens
+from diff_tests.vllm_target.releases import TargetInputError, is_cached
+from diff_tests.vllm_target.target import Target
+from sim.scenario import Add, ScenarioError, check
+
+
+def engine_run(model: str, vllm: str = "current") -> ModelRun:
+    """The matrix in an engine of its own. Skips where the release is not here."""
+    if vllm == "current" and importlib.util.find_spec("vllm") is None:
+        pytest.skip("no vLLM is installed in this environment")
+    if vllm != "current" and not is_cached(vllm):
+        pytest.skip(f"vLLM {vllm} is not in the cache; fetch it with `kvoracle vllm add {vllm}`")
+    with Target(vllm, timeout_s=ENGINE_TIMEOUT_S) as target:
+        return run_model(target, MODELS[model], probed_connector(None), http=False)
+
+
+def table(run: ModelRun) -> list[tuple]:
+    """The three requests over one prefix: external tokens, positions, selected blocks."""
+    rows = [row for row in run.rows if row.act == "table" and row.group == 0]
+    return [(row.request, row.tokens, row.positions, row.selected) for row in rows]
+
+
+class TestInAnEngine:
+    def test_the_whole_matrix_is_as_the_laws_want(self):
+        run = engine_run("qwen3")
+        assert run.verdict == "same", (
+            [judged.finding.message for judged in run.checked.findings] if run.checked else run.error
+        )
+        assert table(run) == [
+            ("A", (0, 1620), list(range(102)), list(range(1, 103))),
+            ("B", (1616, 1620), [101], [103]),
+            ("A-again", (1616, 1620), [101], [103]),
+        ]
+        assert {row.act for row in run.rows} == {act.name for act in matrix(16)}
+        assert run.num_preemptions > 0
+        assert all(row.selected == row.received == row.written for row in run.rows)
+        assert run.checked.num_followed == run.checked.num_steps > 0
+
+    def test_a_prefix_that_was_filled_over_is_named_with_its_owner(self):
+        run = engine_run("qwen3", "0.29.0")
+        assert run.verdict == "different"
+        assert table(run)[1] == ("B", (1616, 1620), [101], [1])
+        messages = [judged.finding.message for judged in run.checked.findings if judged.finding.request == "B"]
+        assert any("block 1 selected, which holds tokens [0, 16) of request A, shared by A and B" in m for m in messages)
+        assert all(row.selected == row.received == row.written for row in run.rows)
+
+
+class TestMatrix:
+    @pytest.mark.parametrize("model", MODELS.values(), ids=lambda model: model.name)
+    def test_every_model_gets_a_valid_scenario_and_distinct_tokens(self, model):
+        scenario = scenario_of(matrix(model.block), model)
+        check(scenario)
+        tokens = VocabularyTokens(scenario, VOCABULARY_SIZE)
+        adds = [step for step in scenario.steps if isinstance(step, Add)]
+        prompts = {add.id: tokens.prompt(add) for add in adds}
+        assert [len(prompts[add.id]) for add in adds] == [add.num_prompt_tokens for add in adds]
+        assert prompts["A"][:1616] == prompts["B"][:1616]
+        assert not set(prompts["A"][1616:]) & set(prompts["B"])
+        outputs = {tokens.output(add.id) for add in adds}
+        assert len(outputs) == len(adds)
+        assert not outputs & {token for prompt in prompts.values() for token in prompt}
+        assert max(outputs) < VOCABULARY_SIZE
+
+    def test_a_vocabulary_can_be_too_small(self):
+        with pytest.raises(ScenarioError, match="in a vocabulary of 100"):
+            VocabularyTokens(scenario_of(matrix(16), MODELS["qwen3"]), 100)
+
+    def test_each_request_belongs_to_one_act(self):
+        acts = matrix(16)
+        assert len(act_of(acts)) == sum(isinstance(step, Add) for step in steps_of(acts))
+
+
+class TestWords:
+    def test_block_lists_are_short_and_keep_their_order(self):
+        assert runs_of([1, 2, 3]) == "1..3"
+        assert runs_of([53, 52, 1]) == "53, 52, 1"
+        assert runs_of([]) == "-"
+        assert runs_of([9, 7, 5, 3, 1]) == "9, 7, 5, 3, ... (5)"
+
+    def test_settings_become_options(self):
+        settings = {"max_model_len": 64, "enforce_eager": True, "async_scheduling": False, "kv_transfer_config": {"a": 1}}
+        assert arguments(settings) == [
+            "--max-model-len",
+            "64",
+            "--enforce-eager",
+            "--no-async-scheduling",
+            "--kv-transfer-config",
+            '{"a": 1}',
+        ]
+
+    def test_ids_of_the_server_are_ours_again(self):
+        assert our_name("cmpl-together-0-0") == "together-0"
+        assert our_name("together-0") == "together-0"
+
+    def test_a_model_without_a_judged_run_is_no_pass(self):
+        run = ModelRun(MODELS["qwen3"], "in process", error="the engine did not start: no memory")
+        assert run.verdict == "error"
+        assert verdict([run]) == verdict([]) == "fail"
+
+    def test_rows_are_in_the_document(self, target):
+        run = ModelRun(MODELS["qwen3"], "in process")
+        run.rows = [Row("seed", "S", 1, 0, "full", (0, 20), [0, 1], [1, 2], [1, 2], None, "ok")]
+        rows = document([run], target.info, "DecodeBenchConnector")["models"][0]["requests"]
+        assert rows[0]["tokens"] == (0, 20)
+        assert rows[0]["written"] is None
+
+
+class TestInput:
+    def test_models_by_name(self):
+        assert [model.name for model in chosen_models(("granite", "qwen3"))] == ["qwen3", "granite"]
+        assert len(chosen_models(("all",))) == len(MODELS)
+
+    def test_an_unknown_model_is_bad_input(self, capsys):
+        assert cli.run_cli(["e2e", "--model", "gpt-5"]) == cli.BAD_INPUT
+        assert "no such model; known: qwen3" in capsys.readouterr().err
+
+    def test_connectors_as_the_probe_takes_them(self, tmp_path):
+        assert probed_connector(None) == "DecodeBenchConnector"
+        assert probed_connector("mine.module:Class") == "Probe_mine.module.Class"
+        other = tmp_path / "other.py"
+        other.write_text("class Other: pass\n")
+        with pytest.raises(TargetInputError, match="must define DecodeBenchConnector"):
+            probed_connector(str(other))

@@ -1,0 +1,57 @@
+"""What a vLLM process needs of us to run the engines of `e2e`: a general plugin, loaded in each of its processes."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+
+def register() -> None:
+    """Makes the synthetic model known, lets attention on a CPU take blocks of 16 tokens, puts the connector in place."""
+    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.v1.attention.backend import MultipleOf
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    from diff_tests.e2e.models import SYNTHETIC_ARCHITECTURE
+    from diff_tests.vllm_target import connectors
+    from diff_tests.vllm_target.api_server import CONNECTOR_VARIABLE
+    from diff_tests.vllm_target.engine.synthetic import KVOracleForCausalLM
+
+    ModelRegistry.register_model(SYNTHETIC_ARCHITECTURE, KVOracleForCausalLM)
+    # Its kernels compute with them as well, only not at their best.
+    attention: Any = CPUAttentionBackend
+    attention.get_supported_kernel_block_sizes = staticmethod(lambda kv_cache_spec=None: [MultipleOf(16)])
+    _let_mamba2_prefill()
+    connectors.install(os.environ.get(CONNECTOR_VARIABLE))
+
+
+def _let_mamba2_prefill() -> None:
+    """Lets Mamba2 prefills go through on a CPU.
+
+    A prefill that crosses a block boundary wants the state after each chunk, to keep the one at the boundary. The kernel
+    for CPUs gives the state after each request, whatever it is asked for, and keeping one takes Triton: the engine dies.
+    What states hold is not judged here, so neither needs to be right.
+    """
+    from vllm.model_executor.layers.mamba import mamba_mixer2
+    from vllm.platforms import current_platform
+
+    mixer: Any = mamba_mixer2
+    if current_platform.is_cpu() and hasattr(mixer, "store_prefill_checkpoint"):
+        mixer.mamba_chunk_scan_combined_varlen = _by_chunk(mixer.mamba_chunk_scan_combined_varlen)
+        mixer.store_prefill_checkpoint = lambda *_, **__: None
+
+
+def _by_chunk(scan: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(scan)
+    def states_by_chunk(*args: Any, return_intermediate_states: bool = False, **rest: Any) -> Any:
+        states = scan(*args, **rest)
+        if not return_intermediate_states:
+            return states
+        num_chunks = len(rest["cu_chunk_seqlens"]) - 1
+        by_chunk = states.new_zeros(num_chunks, *states.shape[1:])
+        by_chunk[rest["last_chunk_indices"]] = states
+        return by_chunk
+
+    return states_by_chunk
