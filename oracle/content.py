@@ -271,8 +271,8 @@ class Replay:
     nulls: (stay, group, position, tokens computed so far) of new null entries. replaced: entries of a stay that now name
     another block. advanced: entries of states that the step writes. stateless: those whose state to go on from has left the
     table. overwritten: held blocks that were zeroed or copied over. unloaded: stays admitted before their load arrived.
-    homeless: (stay, first token, number) of scheduled tokens without slots. new_keys: (group, add, tokens, block) of links
-    of the prefix cache that are new, or whose block got new content.
+    homeless: (stay, first token, number) of scheduled tokens without slots. preempted: the stays that a preemption ended.
+    new_keys: (group, add, tokens, block) of links of the prefix cache that are new, or whose block got new content.
 
     unbalanced: (group, add, tokens) -> links that KV events have told of, less those that are there. is_told: all events
     so far have been told; they come with the next update.
@@ -312,6 +312,7 @@ class Replay:
         self.overwritten: list[int] = []
         self.unloaded: list[Stay] = []
         self.homeless: list[tuple[Stay, int, int]] = []
+        self.preempted: list[Stay] = []
         self.new_keys: list[tuple[int, int, int, int]] = []
         self._events: tuple[list[Any], ...] = (
             self.fresh,
@@ -323,6 +324,7 @@ class Replay:
             self.overwritten,
             self.unloaded,
             self.homeless,
+            self.preempted,
             self.new_keys,
         )
         self._doubted: dict[str, list[Entry]] = {}
@@ -353,6 +355,7 @@ class Replay:
         if isinstance(record, Scheduled):
             self._scheduled(record)
         elif isinstance(record, (Failure, Refusal)):
+            self.step = getattr(record, "step", self.step)
             return
         else:
             if record.tables is not None:
@@ -383,6 +386,7 @@ class Replay:
     def _scheduled(self, record: Scheduled) -> None:
         """One step in the worker's order: zero, copy, (fill,) forward. Tables come before, since they say who writes."""
         self.step = record.step
+        self.preempted += [self.stays[request] for request in record.preempted if request in self.stays]
         contents = self.contents
         for block in record.zeroed:
             contents[block] = None

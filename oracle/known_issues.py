@@ -3,17 +3,20 @@
 An entry of `known_issues.toml` matches a finding, never a scenario. Its fields:
 
 - `id`, `title`, `reason`: a slug, a line, and why the finding is vLLM's fault. `upstream`: address of the report, if any.
-- `releases`: those that have it. `law`, `cause`: of the findings. `groups`: kinds of the finding's group; missing: any.
-- `where`: what else must hold, see `_WHERE`. `scenario`: the smallest one that shows it. `script`: shows it on its own
-  and exits with an error where vLLM has the issue. Both are paths from the root of the repository.
+- `releases`: those that have it. `law`, `cause`: of the findings; several causes where one defect shows in several ways.
+- `raises`: of a finding about an exception, which one: see `Raised`.
+- `groups`: kinds of the finding's group; missing: any. `where`: what else must hold, see `_WHERE`.
+- `scenario`: the smallest one that shows it. `script`: shows it on its own and exits with an error where vLLM has the
+  issue. Both are paths from the root of the repository.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from importlib.resources import files
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -21,9 +24,33 @@ from msgspec import Struct
 from oracle.findings import Finding
 from oracle.values import clamp
 from sim.releases import Rules
-from sim.scenario import Add, AnyGroup, Mamba, Scenario
+from sim.scenario import Add, AnyGroup, ChunkedLocal, Mamba, Scenario
 
-Value = bool | str | list[str]
+Setting = bool | int | str | list[str]
+"""What a setting has to be: this value, one of these, or (true, false) set or not."""
+
+Value = Setting | dict[str, Setting]
+
+
+class Raised(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An exception as law 7 reports it: its type (or one of several), a function of vLLM that it came through (the
+    qualified name), and parts of the line that raised it and of its message."""
+
+    type: str | list[str]
+    through: str = ""
+    line: str = ""
+    message: str = ""
+
+    def fits(self, observed: object) -> bool:
+        """Whether this is the exception of a finding's `observed`."""
+        if not isinstance(observed, Mapping):
+            return False
+        return (
+            observed["type"] in _listed(self.type)
+            and (not self.through or self.through in observed["trail"])
+            and self.line in observed["line"]
+            and self.message in observed["message"]
+        )
 
 
 class KnownIssue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,26 +61,60 @@ class KnownIssue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     reason: str
     releases: list[str]
     law: int
-    cause: str
+    cause: str | list[str]
     scenario: str
     script: str
+    raises: Raised | None = None
     groups: list[str] = []
     where: dict[str, Value] = {}
     upstream: str | None = None
 
 
-def _group_dtype(group: AnyGroup | None, scenario: Scenario, value: Value) -> bool:
-    assert isinstance(value, list)
-    return group is not None and group.dtype in value
+def _listed(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value
+
+
+def _is_set_so(actual: Any, wanted: Setting) -> bool:
+    if isinstance(wanted, bool):
+        return bool(actual) == wanted
+    return actual in wanted if isinstance(wanted, list) else actual == wanted
+
+
+def _has(settings: Struct | None, value: Value) -> bool:
+    """Whether the fields of an engine, a group or a drafter are as wanted. What is not there has none."""
+    assert isinstance(value, dict)
+    return settings is not None and all(_is_set_so(getattr(settings, name, None), want) for name, want in value.items())
+
+
+def _engine(group: AnyGroup | None, scenario: Scenario, value: Value) -> bool:
+    return _has(scenario.engine, value)
+
+
+def _speculative(group: AnyGroup | None, scenario: Scenario, value: Value) -> bool:
+    return _has(scenario.engine.speculative, value)
+
+
+def _group(group: AnyGroup | None, scenario: Scenario, value: Value) -> bool:
+    return _has(group, value)
+
+
+def _any_group(group: AnyGroup | None, scenario: Scenario, value: Value) -> bool:
+    return any(_has(candidate, value) for candidate in scenario.groups)
+
+
+def _connector(group: AnyGroup | None, scenario: Scenario, value: Value) -> bool:
+    assert not isinstance(value, dict)
+    return _is_set_so(scenario.connector.name if scenario.connector is not None else None, value)
+
+
+def _chunk_inside_block(group: AnyGroup | None, scenario: Scenario, value: Value) -> bool:
+    inside = isinstance(group, ChunkedLocal) and group.chunk % group.block != 0
+    return inside == value
 
 
 def _kernel_block_smaller(group: AnyGroup | None, scenario: Scenario, value: Value) -> bool:
     smaller = group is not None and group.kernel_block is not None and group.kernel_block < group.block
     return smaller == value
-
-
-def _context_parallel(group: AnyGroup | None, scenario: Scenario, value: Value) -> bool:
-    return (scenario.engine.dcp > 1) == value
 
 
 def _connector_option(group: AnyGroup | None, scenario: Scenario, value: Value) -> bool:
@@ -83,9 +144,13 @@ def _needs_encoding(group: AnyGroup, mean: float, drawn: bool) -> bool:
 
 # Name in `where` -> whether the finding's group and the scenario meet it.
 _WHERE: dict[str, Callable[[AnyGroup | None, Scenario, Value], bool]] = {
-    "dtype": _group_dtype,  # the group's dtype is one of these
+    "engine": _engine,  # these settings of the engine
+    "speculative": _speculative,  # the engine drafts, with these settings
+    "group": _group,  # these fields of the finding's group
+    "any_group": _any_group,  # some group of the scenario has these fields
+    "connector": _connector,  # the connector's name; true, false: any, none
+    "chunk_inside_block": _chunk_inside_block,  # the group's chunks do not end at block boundaries
     "kernel_block_smaller": _kernel_block_smaller,  # kernel blocks are smaller than the manager's
-    "context_parallel": _context_parallel,  # decode context parallelism is on
     "fill_out_of_range": _fill_out_of_range,  # some group's memory, as it is stored, cannot take the fill unencoded
     "salt_names_an_adapter": _salt_names_an_adapter,  # a request's cache salt is the name of another's LoRA adapter
     "connector_option": _connector_option,  # this key of the connector's extra config is set
@@ -121,7 +186,9 @@ def match(finding: Finding, scenario: Scenario, rules: Rules) -> KnownIssue | No
 
 def explains(issue: KnownIssue, finding: Finding, scenario: Scenario, rules: Rules) -> bool:
     """Whether an entry is about this finding."""
-    if rules.release not in issue.releases or (finding.law, finding.cause) != (issue.law, issue.cause):
+    if rules.release not in issue.releases or finding.law != issue.law or finding.cause not in _listed(issue.cause):
+        return False
+    if issue.raises is not None and not issue.raises.fits(finding.observed):
         return False
     if issue.groups and finding.group_kind not in issue.groups:
         return False

@@ -160,12 +160,18 @@ def is_pool_read(num_blocks: int, record: StateRecord) -> bool:
 
 
 class Failure(Struct, kw_only=True, omit_defaults=True, tag_field="record", tag="failure"):
-    """An exception, always the last record. phase: add, schedule, worker, update, action."""
+    """An exception, always the last record. phase: add, schedule, connector (its scheduler side), worker, update, action.
+
+    trail: the functions of vLLM that it came through, from outside in; line: the line of source that raised it. Where an
+    assertion has no words of its own, these tell it from another.
+    """
 
     step: int
     type: str
     phase: str
     message: str = ""
+    trail: list[str] = []
+    line: str = ""
 
 
 class Refusal(Struct, kw_only=True, omit_defaults=True, tag_field="record", tag="refusal"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from diff_tests.tests.target_cases import DECODE_BENCH, FULL, add, scenario, three_requests
 from diff_tests.vllm_target.target import Target
 from sim.history import Acted, Failure, History, Refusal, Scheduled, Selection, Start, Updated, resolve
-from sim.scenario import Scenario, parse
+from sim.scenario import Scenario, load, parse
 
 SHARED = list(range(1, 102))
 
@@ -136,8 +137,19 @@ def test_refusal_is_the_only_record(target: Target) -> None:
 def test_exception_is_the_last_record(target: Target) -> None:
     """The connector asserts that a request's table covers its tokens."""
     history = target.run(direct([direct_step("A", 40, 0, [[1]]), {"step": 1}]))
-    assert isinstance(history[-1], Failure)
-    assert (history[-1].type, history[-1].phase) == ("AssertionError", "schedule")
+    failure = history[-1]
+    assert isinstance(failure, Failure)
+    assert (failure.type, failure.phase) == ("AssertionError", "connector")
+    assert failure.trail[-1] == "DecodeBenchConnectorScheduler.update_state_after_alloc"
+
+
+def test_an_exception_tells_where_it_was_raised(target: Target) -> None:
+    """An assertion of the scheduler without words of its own."""
+    padded = load(Path(__file__).parents[1] / "known_issues" / "padded_admission_cut.yaml")
+    failure = target.run(padded)[-1]
+    assert isinstance(failure, Failure)
+    assert (failure.phase, failure.trail, failure.message) == ("schedule", ["Scheduler.schedule"], "")
+    assert failure.line.startswith("assert num_new_tokens == ")
 
 
 # ---------------------------------------------------------------------------------------------------------------- memory

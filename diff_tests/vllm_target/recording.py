@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import linecache
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from sim.history import Failure, Record, Scheduled
 
@@ -32,7 +37,19 @@ class Recorder:
 
     def fail(self, phase: str, error: Exception) -> None:
         """Emits the last record and raises Stop."""
-        self.emit(Failure(step=self.step, type=type(error).__name__, phase=phase, message=str(error)))
+        frames = _vllm_frames(error)
+        if phase != "worker" and any(isinstance(frame.f_locals.get("self"), KVConnectorBase_V1) for frame, _ in frames):
+            phase = "connector"
+        self.emit(
+            Failure(
+                step=self.step,
+                type=type(error).__name__,
+                phase=phase,
+                message=str(error),
+                trail=[frame.f_code.co_qualname for frame, _ in frames],
+                line=_source_line(*frames[-1]) if frames else "",
+            )
+        )
         raise Stop from error
 
     def let_worker_act(self, worker: Any, metadata: Any, record: Scheduled) -> None:
@@ -43,6 +60,21 @@ class Recorder:
         except Exception as error:
             self.emit(record)
             self.fail("worker", error)
+
+
+def _vllm_frames(error: Exception) -> list[tuple[FrameType, int]]:
+    """The frames of vLLM and of connectors that an exception came through, from outside in, with line numbers."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return [(frame, number) for frame, number in frames if _is_vllm(frame)]
+
+
+def _is_vllm(frame: FrameType) -> bool:
+    module = str(frame.f_globals.get("__name__", ""))
+    return module.startswith("vllm.") or isinstance(frame.f_locals.get("self"), KVConnectorBase_V1)
+
+
+def _source_line(frame: FrameType, number: int) -> str:
+    return linecache.getline(frame.f_code.co_filename, number, frame.f_globals).strip()
 
 
 class Watch:

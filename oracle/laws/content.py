@@ -103,7 +103,8 @@ def _check_hit(trial: Trial, entry: Entry, content: Content | None) -> None:
         start = entry.position * replay.groups[entry.group].block_size
         found = replay.describe(entry.block, content) if content is not None else "holds nothing that was written"
         message = f"position {entry.position}: block {entry.block} hit for {token_range(start, end)}, but it {found}"
-        _report_entry(trial, "content", 3, "hit_wrong_tokens", entry, message)
+        is_known = any(link[0] == entry.group and link[3] == entry.block for link in trial.uncomputed_keys)
+        _report_entry(trial, "content", 3, "hit_uncomputed_key" if is_known else "hit_wrong_tokens", entry, message)
 
 
 def _check_key(trial: Trial, group_index: int, request_index: int, num_tokens: int, block: int) -> None:
@@ -115,7 +116,20 @@ def _check_key(trial: Trial, group_index: int, request_index: int, num_tokens: i
             f"the key of the first {num_tokens} tokens of request {name} is linked to block {block}, which "
             f"{replay.describe(block)}"
         )
-        trial.report("content", 3, "key_wrong_tokens", message, group=group_index, positions=[position], observed=block)
+        cause = "key_wrong_tokens"
+        if _was_preempted_before(trial, request_index, num_tokens):
+            cause = "uncomputed_key"
+            trial.uncomputed_keys.add((group_index, request_index, num_tokens, block))
+        trial.report("content", 3, cause, message, group=group_index, positions=[position], observed=block)
+
+
+def _was_preempted_before(trial: Trial, request_index: int, num_tokens: int) -> bool:
+    """Whether the step that stored the key took back, by a preemption, the tokens that it was to compute."""
+    common = trial.replay.prefixes.common
+    return any(
+        stay.num_written < num_tokens and common(stay.request_index, request_index) >= num_tokens
+        for stay in trial.replay.preempted
+    )
 
 
 def _holds(trial: Trial, content: Content | None, group: int, position: int, request_index: int, num_tokens: int) -> bool:

@@ -22,12 +22,22 @@ _NUM_REPEATS = 3
 )
 def check_failure(trial: Trial, record: Failure) -> None:
     """Law 7."""
-    cause = "out_of_blocks" if "free blocks" in record.message else f"{record.phase}_exception"
-    message = f"{record.type} in phase {record.phase}: {record.message}"
+    where = f" in {record.trail[-1]} (`{record.line}`)" if record.trail else ""
+    message = f"{record.type} in phase {record.phase}{where}: {record.message or 'no message'}"
     group = _group_in(record.message, len(trial.scenario.groups))
     if group is not None:
         message += f" (group {group} is {trial.scenario.groups[group].kind})"
-    trial.report("crash", 7, cause, message, observed=record.type)
+    raised = {"type": record.type, "message": record.message, "trail": record.trail, "line": record.line}
+    trial.report("crash", 7, _failure_cause(record), message, observed=raised)
+
+
+def _failure_cause(record: Failure) -> str:
+    """One slug for one place in vLLM, so that two exceptions of a phase do not count as one fault."""
+    if "free blocks" in record.message:
+        return "out_of_blocks"
+    if not record.trail:
+        return f"{record.phase}_exception"
+    return f"{record.type}_in_{record.trail[-1].rpartition('.')[2].lstrip('_')}"
 
 
 def _group_in(message: str, num_groups: int) -> int | None:

@@ -182,8 +182,9 @@ def test_an_exception_that_was_not_foreseen() -> None:
     assert compare([failure], [other]) is not None
 
 
-def test_an_exception_in_the_worker_is_left_to_the_laws() -> None:
-    failure = Failure(step=1, type="ValueError", phase="worker", message="no")
+@pytest.mark.parametrize("phase", ["worker", "connector"])
+def test_an_exception_of_the_connector_is_left_to_the_laws(phase: str) -> None:
+    failure = Failure(step=1, type="ValueError", phase=phase, message="no")
     assert compare(history_of(CASE), [*history_of(CASE)[:2], failure]) is None
 
 
