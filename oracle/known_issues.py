@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -26,10 +26,8 @@ from oracle.values import clamp
 from sim.releases import Rules
 from sim.scenario import Add, AnyGroup, ChunkedLocal, Mamba, Scenario
 
-Setting = bool | int | str | list[str]
-"""What a setting has to be: this value, one of these, or (true, false) set or not."""
-
-Value = Setting | dict[str, Setting]
+Value = bool | str | list[str] | dict[str, bool | str | list[str]]
+"""What something has to be: this value, one of these, or (true, false) set or not; or several fields of it."""
 
 
 class Raised(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,67 +68,79 @@ class KnownIssue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     upstream: str | None = None
 
 
+class _Subject(NamedTuple):
+    """A finding, its group if it has one, and the scenario that showed it."""
+
+    finding: Finding
+    group: AnyGroup | None
+    scenario: Scenario
+
+
 def _listed(value: str | list[str]) -> list[str]:
     return [value] if isinstance(value, str) else value
 
 
-def _is_set_so(actual: Any, wanted: Setting) -> bool:
+def _is_so(actual: Any, wanted: Value) -> bool:
     if isinstance(wanted, bool):
         return bool(actual) == wanted
     return actual in wanted if isinstance(wanted, list) else actual == wanted
 
 
-def _has(settings: Struct | None, value: Value) -> bool:
+def _has(settings: Struct | None, wanted: Value) -> bool:
     """Whether the fields of an engine, a group or a drafter are as wanted. What is not there has none."""
-    assert isinstance(value, dict)
-    return settings is not None and all(_is_set_so(getattr(settings, name, None), want) for name, want in value.items())
+    assert isinstance(wanted, dict)
+    return settings is not None and all(_is_so(getattr(settings, name, None), value) for name, value in wanted.items())
 
 
-def _engine(group: AnyGroup | None, scenario: Scenario, value: Value) -> bool:
-    return _has(scenario.engine, value)
+def _engine(subject: _Subject, wanted: Value) -> bool:
+    return _has(subject.scenario.engine, wanted)
 
 
-def _speculative(group: AnyGroup | None, scenario: Scenario, value: Value) -> bool:
-    return _has(scenario.engine.speculative, value)
+def _speculative(subject: _Subject, wanted: Value) -> bool:
+    return _has(subject.scenario.engine.speculative, wanted)
 
 
-def _group(group: AnyGroup | None, scenario: Scenario, value: Value) -> bool:
-    return _has(group, value)
+def _group(subject: _Subject, wanted: Value) -> bool:
+    return _has(subject.group, wanted)
 
 
-def _any_group(group: AnyGroup | None, scenario: Scenario, value: Value) -> bool:
-    return any(_has(candidate, value) for candidate in scenario.groups)
+def _any_group(subject: _Subject, wanted: Value) -> bool:
+    return any(_has(group, wanted) for group in subject.scenario.groups)
 
 
-def _connector(group: AnyGroup | None, scenario: Scenario, value: Value) -> bool:
-    assert not isinstance(value, dict)
-    return _is_set_so(scenario.connector.name if scenario.connector is not None else None, value)
+def _connector(subject: _Subject, wanted: Value) -> bool:
+    connector = subject.scenario.connector
+    return _is_so(connector.name if connector is not None else None, wanted)
 
 
-def _chunk_inside_block(group: AnyGroup | None, scenario: Scenario, value: Value) -> bool:
-    inside = isinstance(group, ChunkedLocal) and group.chunk % group.block != 0
-    return inside == value
+def _connector_option(subject: _Subject, wanted: Value) -> bool:
+    connector = subject.scenario.connector
+    return connector is not None and bool(connector.extra.get(str(wanted)))
 
 
-def _kernel_block_smaller(group: AnyGroup | None, scenario: Scenario, value: Value) -> bool:
-    smaller = group is not None and group.kernel_block is not None and group.kernel_block < group.block
-    return smaller == value
+def _kernel_block_smaller(subject: _Subject, wanted: Value) -> bool:
+    group = subject.group
+    return (group is not None and group.kernel_block is not None and group.kernel_block < group.block) == wanted
 
 
-def _connector_option(group: AnyGroup | None, scenario: Scenario, value: Value) -> bool:
-    return scenario.connector is not None and bool(scenario.connector.extra.get(str(value)))
+def _chunk_over_block_end(subject: _Subject, wanted: Value) -> bool:
+    group, positions = subject.group, subject.finding.positions
+    if not isinstance(group, ChunkedLocal) or not positions:
+        return not wanted
+    return ((positions[0] + 1) * group.block % group.chunk != 0) == wanted
 
 
-def _salt_names_an_adapter(group: AnyGroup | None, scenario: Scenario, value: Value) -> bool:
-    adds = [step for step in scenario.steps if isinstance(step, Add)]
+def _salt_names_an_adapter(subject: _Subject, wanted: Value) -> bool:
+    adds = [step for step in subject.scenario.steps if isinstance(step, Add)]
     shared = {add.salt for add in adds} & {add.lora for add in adds} - {None}
-    return bool(shared) == value
+    return bool(shared) == wanted
 
 
-def _fill_out_of_range(group: AnyGroup | None, scenario: Scenario, value: Value) -> bool:
-    extra = scenario.connector.extra if scenario.connector is not None else {}
+def _fill_out_of_range(subject: _Subject, wanted: Value) -> bool:
+    connector = subject.scenario.connector
+    extra = connector.extra if connector is not None else {}
     mean, drawn = float(extra.get("fill_mean", 0.0)), float(extra.get("fill_std", 0.0)) > 0
-    return any(_needs_encoding(spec, mean, drawn) for spec in scenario.groups) == value
+    return any(_needs_encoding(group, mean, drawn) for group in subject.scenario.groups) == wanted
 
 
 def _needs_encoding(group: AnyGroup, mean: float, drawn: bool) -> bool:
@@ -142,18 +152,18 @@ def _needs_encoding(group: AnyGroup, mean: float, drawn: bool) -> bool:
     return clamp(mean, group.dtype) != mean
 
 
-# Name in `where` -> whether the finding's group and the scenario meet it.
-_WHERE: dict[str, Callable[[AnyGroup | None, Scenario, Value], bool]] = {
+# Name in `where` -> whether it holds.
+_WHERE: dict[str, Callable[[_Subject, Value], bool]] = {
     "engine": _engine,  # these settings of the engine
     "speculative": _speculative,  # the engine drafts, with these settings
     "group": _group,  # these fields of the finding's group
     "any_group": _any_group,  # some group of the scenario has these fields
     "connector": _connector,  # the connector's name; true, false: any, none
-    "chunk_inside_block": _chunk_inside_block,  # the group's chunks do not end at block boundaries
-    "kernel_block_smaller": _kernel_block_smaller,  # kernel blocks are smaller than the manager's
+    "connector_option": _connector_option,  # this key of the connector's extra config is set
+    "kernel_block_smaller": _kernel_block_smaller,  # the group's kernel blocks are smaller than the manager's
+    "chunk_over_block_end": _chunk_over_block_end,  # a chunk of the group goes on behind the end of the finding's block
     "fill_out_of_range": _fill_out_of_range,  # some group's memory, as it is stored, cannot take the fill unencoded
     "salt_names_an_adapter": _salt_names_an_adapter,  # a request's cache salt is the name of another's LoRA adapter
-    "connector_option": _connector_option,  # this key of the connector's extra config is set
 }
 
 
@@ -193,4 +203,5 @@ def explains(issue: KnownIssue, finding: Finding, scenario: Scenario, rules: Rul
     if issue.groups and finding.group_kind not in issue.groups:
         return False
     group = scenario.groups[finding.group] if finding.group is not None else None
-    return all(_WHERE[name](group, scenario, value) for name, value in issue.where.items())
+    subject = _Subject(finding, group, scenario)
+    return all(_WHERE[name](subject, wanted) for name, wanted in issue.where.items())

@@ -12,7 +12,15 @@ import tempfile
 from pathlib import Path
 
 import torch
-from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -38,7 +46,7 @@ MODEL = {
 }
 
 
-def make_scheduler(folder: str) -> Scheduler:
+def make_scheduler(folder: str, threshold: int) -> Scheduler:
     Path(folder, "config.json").write_text(json.dumps(MODEL))
     model = ModelConfig(model=folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=32)
     config = VllmConfig(
@@ -48,7 +56,7 @@ def make_scheduler(folder: str) -> Scheduler:
             max_num_batched_tokens=64,
             max_model_len=32,
             is_encoder_decoder=False,
-            long_prefill_token_threshold=2,
+            long_prefill_token_threshold=threshold,
         ),
         cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
         device_config=DeviceConfig("cpu"),
@@ -93,15 +101,23 @@ def step(scheduler: Scheduler) -> dict[str, int]:
     return output.num_scheduled_tokens
 
 
-def main() -> None:
-    init_none_hash(sha256)
+def admit_beside_another(threshold: int) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
-        scheduler = make_scheduler(folder)
+        scheduler = make_scheduler(folder, threshold)
     scheduler.add_request(request("A"))
     for _ in range(6):
         step(scheduler)
     scheduler.add_request(request("B"))  # 8 of its 9 tokens are cached: A computed them
-    step(scheduler)
+    return step(scheduler)
+
+
+def main() -> None:
+    init_none_hash(sha256)
+    assert admit_beside_another(threshold=0) == {"A": 1, "B": 4}  # B's last token and three drafts
+    try:
+        admit_beside_another(threshold=2)
+    except AssertionError as error:
+        raise AssertionError("a padded admission above the threshold ends the engine") from error
 
 
 if __name__ == "__main__":

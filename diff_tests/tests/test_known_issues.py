@@ -12,7 +12,7 @@ import pytest
 
 from diff_tests.run import judge_run
 from diff_tests.tests.conftest import started
-from diff_tests.vllm_target.releases import installed_version, is_cached, release_folder
+from diff_tests.vllm_target.releases import cache_root, installed_version, is_cached, release_folder
 from oracle.known_issues import KnownIssue, load
 from sim.releases import RELEASES, rules_of
 from sim.scenario import load as load_scenario
@@ -38,7 +38,7 @@ print(json.dumps(failed))
 def test_the_smallest_scenario_shows_it(issue: KnownIssue, release: str) -> None:
     scenario = load_scenario(ROOT / issue.scenario)
     outcome = judge_run(scenario, started(release).run(scenario), rules_of(release))
-    assert outcome.verdict == ("known" if release in issue.releases else "same")
+    assert outcome.verdict in (("known",) if release in issue.releases else ("same", "refused"))
     assert {judged.issue.id for judged in outcome.findings if judged.issue} == (
         {issue.id} if release in issue.releases else set()
     )
@@ -47,6 +47,8 @@ def test_the_smallest_scenario_shows_it(issue: KnownIssue, release: str) -> None
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_scripts_show_it_without_us(release: str) -> None:
     environment = dict(os.environ, HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR")
+    # What vLLM remembers of model architectures; releases that shared a folder would evict each other's entries.
+    environment["VLLM_CACHE_ROOT"] = str(cache_root() / "state" / f"scripts-{release}")
     if release != installed_version():
         if not is_cached(release):
             pytest.skip(f"vLLM {release} is not in the cache; fetch it with `kvoracle vllm add {release}`")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from oracle.findings import Finding
@@ -85,13 +86,25 @@ def test_release_law_and_cause_must_fit() -> None:
         ('groups = ["full"]', None, False),
         ("where = { kernel_block_smaller = true }", 0, True),
         ("where = { kernel_block_smaller = true }", 1, False),
-        ('where = { dtype = ["fp8_e4m3"] }', 0, True),
-        ('where = { dtype = ["fp8_e4m3"] }', 1, False),
+        ('where = { group = { dtype = ["fp8_e4m3", "float16"] } }', 0, True),
+        ('where = { group = { dtype = ["fp8_e4m3", "float16"] } }', 1, False),
+        ('where = { group = { dtype = "bfloat16", kernel_block = false } }', 1, True),
+        ("where = { group = { window = true } }", 0, False),
+        ('where = { group = { dtype = "fp8_e4m3" } }', None, False),
+        ('where = { any_group = { dtype = "fp8_e4m3" } }', None, True),
+        ('where = { any_group = { mode = "align" } }', None, False),
+        ('where = { engine = { policy = "fcfs", speculative = false } }', None, True),
+        ('where = { engine = { policy = "priority" } }', None, False),
+        ("where = { engine = { speculative = true } }", None, False),
+        ('where = { speculative = { method = "eagle" } }', None, False),
+        ('where = { connector = "DecodeBenchConnector" }', None, True),
+        ("where = { connector = true }", None, True),
+        ("where = { connector = false }", None, False),
+        ("where = { chunk_over_block_end = true }", 0, False),
         ('where = { connector_option = "fill_std" }', 1, True),
         ('where = { connector_option = "startup_fill" }', 1, False),
         ("where = { fill_out_of_range = true }", None, True),
-        ("where = { context_parallel = true }", 0, False),
-        ('where = { dtype = ["fp8_e4m3"], kernel_block_smaller = false }', 0, False),
+        ('where = { group = { dtype = "fp8_e4m3" }, kernel_block_smaller = false }', 0, False),
     ],
 )
 def test_conditions(condition: str, group: int | None, fits: bool) -> None:
@@ -119,6 +132,71 @@ def test_fills_that_memory_cannot_take(group: str, extra: str, out_of_range: boo
     )
     issue = entry("where = { fill_out_of_range = true }")
     assert explains(issue, finding(group=None), case, rules_of("0.30.0")) == out_of_range
+
+
+RAISED = {
+    "type": "ValueError",
+    "message": "Cannot get 3 free blocks from the pool",
+    "trail": ["Scheduler.schedule", "MambaManager.allocate_new_blocks", "BlockPool.get_new_blocks"],
+    "line": "raise ValueError(",
+}
+
+
+@pytest.mark.parametrize(
+    ("raises", "fits"),
+    [
+        ('{ type = "ValueError" }', True),
+        ('{ type = ["KeyError", "ValueError"] }', True),
+        ('{ type = "KeyError" }', False),
+        ('{ type = "ValueError", through = "MambaManager.allocate_new_blocks" }', True),
+        ('{ type = "ValueError", through = "Manager.allocate_new_blocks" }', False),
+        ('{ type = "ValueError", line = "raise" }', True),
+        ('{ type = "ValueError", line = "assert" }', False),
+        ('{ type = "ValueError", message = "free blocks" }', True),
+        ('{ type = "ValueError", message = "3 blocks" }', False),
+    ],
+)
+def test_exceptions(raises: str, fits: bool) -> None:
+    issue = entry(f"raises = {raises}")
+    found = msgspec.structs.replace(finding(), observed=RAISED)
+    assert explained(issue, found) == fits
+    assert not explained(issue, finding())  # not about an exception at all
+
+
+def test_one_of_several_causes() -> None:
+    (issue,) = parse(ENTRY.replace('"wrong_value"', '["wrong_value", "wrong_rows"]'))
+    assert explained(issue, finding(cause="wrong_rows"))
+    assert not explained(issue, finding(cause="wrong_layers"))
+
+
+@pytest.mark.parametrize(("position", "fits"), [(0, True), (3, True), (4, False), (5, True)])
+def test_blocks_whose_last_chunk_goes_on(position: int, fits: bool) -> None:
+    """Chunks of 5 tokens over blocks of 4 end where a block does at token 20."""
+    case = scenario(
+        "{blocks: 20, max_model_len: 64}", "[{kind: chunked_local, block: 4, chunk: 5}]", "[{step: 1}]", "null"
+    )
+    found = msgspec.structs.replace(finding(group=None), group=0, positions=[position])
+    assert explains(entry("where = { chunk_over_block_end = true }"), found, case, rules_of("0.30.0")) == fits
+
+
+def crash(type_: str, line: str, message: str = "", through: str = "Scheduler.schedule") -> Finding:
+    raised = {"type": type_, "message": message, "trail": [through], "line": line}
+    cause = f"{type_}_in_{through.rpartition('.')[2]}"
+    return Finding(kind="crash", law=7, cause=cause, message="", observed=raised)
+
+
+@pytest.mark.parametrize("issue", [issue for issue in load() if issue.law == 7], ids=lambda issue: issue.id)
+def test_another_exception_in_the_same_place_is_new(issue: KnownIssue) -> None:
+    """On the very scenario of an entry, neither another assertion of that function nor one elsewhere is explained."""
+    case = load_scenario(ROOT / issue.scenario)
+    assert issue.raises is not None
+    for cause in [issue.cause] if isinstance(issue.cause, str) else issue.cause:
+        type_, _, function = cause.partition("_in_")
+        for found in (
+            crash(type_, "assert self.is_fine", through=f"Anything.{function}"),
+            crash(type_, "assert self.is_fine", through="Scheduler.update_from_output"),
+        ):
+            assert match(found, case, rules_of(issue.releases[-1])) is None
 
 
 def test_a_list_that_is_not_well_formed() -> None:

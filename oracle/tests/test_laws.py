@@ -236,6 +236,31 @@ def test_law_3_a_hit_on_other_tokens() -> None:
     assert "block 1 hit for tokens [4, 8), but it holds tokens [0, 4) of request A" in finding.message
 
 
+# A's tokens [16, 24) are scheduled and keyed, then A has to go in the same step; it comes again and hits token 20.
+TAKEN_BACK = scenario(
+    "{blocks: 8, max_model_len: 32, max_num_seqs: 4, max_num_batched_tokens: 12, long_prefill_token_threshold: 8, "
+    "policy: priority}",
+    "[{kind: full, block: 4}]",
+    "[{add: {id: A, prompt: [[a, 25]], max_tokens: 1, priority: 1}}, "
+    "{add: {id: C, prompt: [[c, 1]], max_tokens: 1, priority: 2}}, {step: 1}, "
+    "{add: {id: B, prompt: [[b, 4]], max_tokens: 2}}, {run: 20}]",
+    "null",
+)
+
+
+def test_law_3_keys_of_tokens_that_a_preemption_took_back() -> None:
+    """vLLM does so itself, and the model with it. Keys of tokens that were computed are none of that."""
+    findings = verdicts(TAKEN_BACK, history_of(TAKEN_BACK))
+    assert [(f.cause, f.step, f.observed) for f in findings] == [("uncomputed_key", 3, 6), ("hit_uncomputed_key", 4, 6)]
+    history = history_of(TAKEN_BACK)
+    taken_back = scheduled(history, 3)
+    assert taken_back.preempted == ["A"]
+    assert taken_back.keys is not None
+    # The same step links a key of tokens that A did compute to a wrong block: that is another fault.
+    taken_back.keys = [key._replace(blocks=[5]) if key.num_tokens == 16 else key for key in taken_back.keys]
+    assert "key_wrong_tokens" in causes(TAKEN_BACK, history[: history.index(taken_back) + 1], 3)
+
+
 def test_law_3_a_hit_on_tokens_that_differ() -> None:
     """The same history, but the prompts share less than what was hit."""
     other = scenario(
@@ -741,6 +766,16 @@ def test_law_7(failure: Failure, cause: str) -> None:
     history = [*history_of(SHARED)[:3], failure]
     (finding,) = verdicts(SHARED, history)
     assert (finding.kind, finding.law, finding.cause) == ("crash", 7, cause)
+
+
+def test_law_7_says_where_it_was_raised() -> None:
+    raised = Failure(
+        step=2, type="KeyError", phase="schedule", trail=["Scheduler.schedule", "Pool._take"], line="raise KeyError(i)"
+    )
+    (finding,) = verdicts(SHARED, [*history_of(SHARED)[:3], raised])
+    assert finding.cause == "KeyError_in_take"
+    assert finding.message == "step 2: KeyError in phase schedule in Pool._take (`raise KeyError(i)`): no message"
+    assert finding.observed["trail"] == raised.trail
 
 
 def stalled(case: Scenario) -> History:
