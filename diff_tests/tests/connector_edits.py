@@ -142,7 +142,9 @@ EDITS: dict[str, Edit] = {
         "context parallel",
     ),
     "nulls_kept": Edit(_SELECT, _without_condition, _causes("null_selected")),
-    "circular_sliced": Edit(_SELECT, _assigned("is_circular_buffer", "False"), _causes("schedule_exception"), "circular"),
+    "circular_sliced": Edit(
+        _SELECT, _assigned("is_circular_buffer", "False"), _causes("AssertionError_in_update_state_after_alloc"), "circular"
+    ),
     "circular_filled_with_mean": Edit(
         f"{_WORKER}.__init__", _assigned("self._zero_fill_group_ids", "set()"), _causes("wrong_value"), "circular"
     ),

@@ -172,9 +172,7 @@ def test_one_of_several_causes() -> None:
 @pytest.mark.parametrize(("position", "fits"), [(0, True), (3, True), (4, False), (5, True)])
 def test_blocks_whose_last_chunk_goes_on(position: int, fits: bool) -> None:
     """Chunks of 5 tokens over blocks of 4 end where a block does at token 20."""
-    case = scenario(
-        "{blocks: 20, max_model_len: 64}", "[{kind: chunked_local, block: 4, chunk: 5}]", "[{step: 1}]", "null"
-    )
+    case = scenario("{blocks: 20, max_model_len: 64}", "[{kind: chunked_local, block: 4, chunk: 5}]", "[{step: 1}]", "null")
     found = msgspec.structs.replace(finding(group=None), group=0, positions=[position])
     assert explains(entry("where = { chunk_over_block_end = true }"), found, case, rules_of("0.30.0")) == fits
 
