@@ -145,6 +145,28 @@ def _as_option(function: F) -> F:
     )(function)
 
 
+def _add_contract(context: click.Context, parameter: click.Parameter, paths: tuple[str, ...]) -> None:
+    from oracle import contracts
+
+    sys.path.append(os.getcwd())  # as for connectors: last, so that nothing there shadows a package
+    for path in paths:
+        try:
+            contracts.add(path)
+        except ValueError as error:
+            raise InputError(f"--contract {error}") from None
+
+
+def _contract_option(function: F) -> F:
+    return click.option(
+        "--contract",
+        metavar="MODULE:CLASS",
+        multiple=True,
+        expose_value=False,
+        callback=_add_contract,
+        help="Contract of a connector from outside, for the connector class that its `name` says; see the README.",
+    )(function)
+
+
 def _json_option(function: F) -> F:
     return click.option(
         "--json", "as_json", is_flag=True, help="One JSON document on standard output, nothing else there."
@@ -192,6 +214,7 @@ def simulate(scenario: Path, as_release: str | None, as_json: bool) -> int:
 @click.argument("scenario", type=click.Path(path_type=Path))
 @_vllm_option
 @_connector_option
+@_contract_option
 @_as_option
 @_json_option
 def run(scenario: Path, vllm: str, connector: str | None, as_release: str | None, as_json: bool) -> int:
@@ -773,6 +796,7 @@ def check(paths: tuple[Path, ...], follow: bool, idle: float | None, output: Pat
     help="A candidate on head: a .py file that replaces the installed connector, or a folder of them. May be given more "
     "than once; each gets its own verdict. Base keeps its own connector.",
 )
+@_contract_option
 @click.option(
     "--as",
     "as_release",

@@ -17,6 +17,7 @@ from diff_tests.shard import Shard, resident_bytes
 from diff_tests.vllm_target import connectors, wire
 from diff_tests.vllm_target.releases import TargetInputError
 from diff_tests.vllm_target.server import Server
+from oracle import contracts
 from sim.history import Failure, History, Record
 from sim.releases import rules_of
 from sim.scenario import Scenario
@@ -105,12 +106,16 @@ class Outbox:
             self._pulsed_case = self._case
 
 
-def serve(requests_fd: int, answers_fd: int, version: str, connector: str | None) -> None:
-    """Puts the connector in place, then serves requests until the parent closes its end. vLLM is imported by now."""
+def serve(requests_fd: int, answers_fd: int, version: str, fork: wire.Fork) -> None:
+    """Puts connector and contracts in place, then serves requests until the parent closes its end. vLLM is imported by
+    now."""
     inbox, outbox = Inbox(requests_fd), Outbox(answers_fd)
+    connector = fork.connector
     try:
+        for path in fork.contracts:
+            contracts.add(path)
         installed = connectors.install(connector)
-    except TargetInputError as error:
+    except (TargetInputError, ValueError) as error:
         outbox.send(wire.NotReady(bad_input=True, message=str(error)))
         return
     outbox.send(wire.Ready(version, installed.replaces))

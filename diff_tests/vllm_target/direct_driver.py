@@ -53,6 +53,7 @@ class DirectDriver:
         setup = configs.build(scenario)
         self._scenario = scenario
         self._setup = setup
+        self._contract = contract
         self._worker = Worker(scenario, setup, contract)
         self._connector: Any = KVConnectorFactory.create_connector(
             setup.vllm_config, KVConnectorRole.SCHEDULER, setup.scheduler_config
@@ -131,7 +132,7 @@ class DirectDriver:
             external=self._watch.external,
             tables=dict(self._tables),
             asked=self._watch.asked,
-            selected=selections(metadata),
+            selected=selections(metadata, self._contract),
         )
         self._admitted = {}
         self._watch.clear()

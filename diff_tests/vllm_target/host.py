@@ -24,6 +24,8 @@ from diff_tests.vllm_target import wire
 
 _END_TIMEOUT_S = 10.0
 
+Serve = Callable[[int, int, str, wire.Fork], None]
+
 
 def main() -> None:
     """Imports vLLM, then serves the parent until it is gone."""
@@ -68,7 +70,7 @@ class _EndWithParent:
                 os._exit(0)
 
 
-def _prepare() -> tuple[str, Callable[[int, int, str, str | None], None]]:
+def _prepare() -> tuple[str, Serve]:
     """Imports vLLM and builds what all scenarios share. Returns its version and what a child does."""
     import torch
 
@@ -86,7 +88,7 @@ def _prepare() -> tuple[str, Callable[[int, int, str, str | None], None]]:
     return vllm.__version__, child.serve
 
 
-def _fork_on_request(control: socket.socket, version: str, serve: Callable[[int, int, str, str | None], None]) -> None:
+def _fork_on_request(control: socket.socket, version: str, serve: Serve) -> None:
     while True:
         header, fds, _, _ = socket.recv_fds(control, wire.HEADER_BYTES, 2)
         if not header:
@@ -97,7 +99,7 @@ def _fork_on_request(control: socket.socket, version: str, serve: Callable[[int,
             continue
         pid = os.fork()
         if pid == 0:
-            _live(control, fds, version, message.connector, serve)
+            _live(control, fds, version, message, serve)
         for fd in fds:
             os.close(fd)
         control.sendall(wire.frame(wire.Forked(pid)))
@@ -107,15 +109,15 @@ def _live(
     control: socket.socket,
     fds: list[int],
     version: str,
-    connector: str | None,
-    serve: Callable[[int, int, str, str | None], None],
+    fork: wire.Fork,
+    serve: Serve,
 ) -> None:
     """A child's whole life. Never returns: what follows in the code is the host's."""
     code = 1
     try:
         os.setpgid(0, 0)  # so that it can be killed with whatever it starts
         control.close()
-        serve(fds[0], fds[1], version, connector)
+        serve(fds[0], fds[1], version, fork)
         code = 0
     except BaseException:
         traceback.print_exc()

@@ -28,6 +28,7 @@ from diff_tests.vllm_target.releases import (
     cache_root,
     installed_version,
 )
+from oracle import contracts
 from sim.history import Failure, History
 
 # Importing vLLM takes seconds, its first look at a model architecture up to half a minute.
@@ -103,7 +104,7 @@ class _Host:
     def fork(self, connector: str | None, requests_fd: int, answers_fd: int) -> int:
         """A new child with these ends of its pipes. Returns its process ID."""
         try:
-            socket.send_fds(self._control, [wire.frame(wire.Fork(connector))], [requests_fd, answers_fd])
+            socket.send_fds(self._control, [wire.frame(wire.Fork(connector, contracts.added()))], [requests_fd, answers_fd])
             message = self._receive(_FORK_TIMEOUT_S)
         except (OSError, _Silence, _Closed):
             raise TargetStartError(f"vLLM's host process is gone: {self.last_lines(5)}") from None

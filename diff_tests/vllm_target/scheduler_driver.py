@@ -75,6 +75,7 @@ class Engine:
         setup = configs.build(scenario)
         vllm_config = setup.vllm_config
         # The worker comes first, as in a real engine: it has its memory before there is a scheduler.
+        self.contract = contract
         self.worker = Worker(scenario, setup, contract) if scenario.connector is not None else None
         self.scheduler: Any = vllm_config.scheduler_config.get_scheduler_cls()(
             vllm_config=vllm_config,
@@ -300,7 +301,7 @@ class SchedulerDriver:
             zeroed=list(output.new_block_ids_to_zero or ()),
             copies=[(copy.src_block_id, copy.dst_block_id) for copy in output.kv_cache_block_copies or ()],
             asked=watch.asked if watch is not None else None,
-            selected=selections(output.kv_connector_metadata) if watch is not None else None,
+            selected=selections(output.kv_connector_metadata, self._engine.contract) if watch is not None else None,
         )
 
     def _local_hits(self, admissions: dict[str, int], external: dict[str, int]) -> dict[str, int]:

@@ -200,9 +200,11 @@ class CpuTime(Struct, tag="cpu"):
 
 
 class Fork(Struct, tag="fork"):
-    """To the host: fork a child with this connector. The two ends of its pipes come along."""
+    """To the host: fork a child with this connector, and these contracts from outside. The two ends of its pipes come
+    along."""
 
     connector: str | None
+    contracts: tuple[str, ...] = ()
 
 
 class Forked(Struct, tag="forked"):

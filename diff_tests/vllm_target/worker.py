@@ -23,6 +23,7 @@ class Worker:
         self.connector: Any = KVConnectorFactory.create_connector(
             setup.vllm_config, KVConnectorRole.WORKER, setup.worker_config
         )
+        self._contract = contract
         self.memory = KVMemory(scenario, setup, contract.values if contract else None)
         self._was_busy = False
         # What registering the memory wrote, judged like any other fill.
@@ -42,7 +43,7 @@ class Worker:
     def receive(self, metadata: Any) -> Selections | None:
         """Binds the step's metadata, and says what the worker will see."""
         self.connector.bind_connector_metadata(metadata)
-        return selections(self.connector._get_connector_metadata())
+        return selections(self.connector._get_connector_metadata(), self._contract)
 
     def act(self, received: Selections | None) -> list[Written] | None:
         """Loads, and judges every byte of KV memory afterwards.

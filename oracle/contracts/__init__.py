@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import tomllib
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from importlib.resources import files
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from oracle.contracts.decode_bench import DecodeBench
+from oracle.contracts.multi import Multi, child_scenarios
 from oracle.contracts.scripted import Scripted
 from oracle.values import FillValue
 from sim.connector import ConnectorRule
+from sim.history import Selections
 from sim.releases import Rules
 from sim.scenario import Scenario
 
@@ -41,12 +46,60 @@ class Contract(Protocol):
         """Block IDs per group that are written once, when memory is registered."""
 
 
+@runtime_checkable
+class ReadsMetadata(Protocol):
+    """A contract that reads its connector's metadata itself. Needed unless that has a `reqs_to_fill`: block IDs by group
+    and a number of tokens, by request."""
+
+    def read(self, metadata: Any) -> Selections | None:
+        """What the metadata tells the worker to load; None if it cannot tell."""
+
+
 _CONTRACTS: dict[str, Callable[[Scenario, Rules], Contract]] = {DecodeBench.name: DecodeBench, Scripted.name: Scripted}
+_added: list[str] = []
 
 
 def contract_for(scenario: Scenario, rules: Rules) -> Contract | None:
     """The contract of the scenario's connector; None without a connector, or where nobody has written its contract."""
     if scenario.connector is None:
         return None
+    if scenario.connector.name == Multi.name:
+        children = [contract_for(child, rules) for child in child_scenarios(scenario)]
+        known = [child for child in children if child is not None]
+        return Multi.of(known) if known and len(known) == len(children) else None
     contract = _CONTRACTS.get(scenario.connector.name)
     return contract(scenario, rules) if contract else None
+
+
+def covered() -> list[str]:
+    """Names of the connectors that have a contract."""
+    return [*_CONTRACTS, Multi.name]
+
+
+def exemptions() -> dict[str, str]:
+    """Connectors of vLLM that have none, each with the reason."""
+    text = files("oracle.contracts").joinpath("exempt.toml").read_text(encoding="utf-8")
+    return {name: str(reason) for name, reason in tomllib.loads(text).items()}
+
+
+def add(path: str) -> None:
+    """Takes in a contract from outside, `module:Class`, for the connector that its `name` says.
+
+    Raises ValueError where there is no such class, or it does not say for whom it is.
+    """
+    if path in _added:
+        return
+    module_path, _, class_name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_path), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path}: {error or 'must be module:Class'}") from None
+    if not isinstance(getattr(found, "name", None), str):
+        raise ValueError(f"{path}: the class must have a `name`, the connector's")
+    _CONTRACTS[found.name] = found
+    _added.append(path)
+
+
+def added() -> tuple[str, ...]:
+    """The contracts from outside, for another process to take in."""
+    return tuple(_added)
