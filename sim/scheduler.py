@@ -243,13 +243,13 @@ class Scheduler:
         while index < len(running) and budget.tokens > 0 and budget.inputs > budget.draft_slots:
             request = running[index]
             index += 1
+            if defers_prefills and request.is_prefill_chunk:
+                continue
             num_total = len(request.tokens)
             if plain and num_total - request.num_computed == 1 and num_total <= request.quiet_until:
                 scheduled[request] = 1
                 budget.tokens -= 1
                 budget.inputs -= 1
-                continue
-            if defers_prefills and request.is_prefill_chunk:
                 continue
             num_new = self._num_new_tokens(request, budget, threshold)
             if num_new == 0:
