@@ -102,12 +102,17 @@ class Start(_State, kw_only=True, omit_defaults=True, tag_field="record", tag="s
     written: list[Written] | None = None
 
 
+Act = Literal["zero", "copy", "fill", "forward"]
+
+
 class Scheduled(_State, kw_only=True, omit_defaults=True, tag_field="record", tag="schedule"):
     """Scheduling returned and the worker acted. Steps count from 1.
 
     scheduled: tokens per request in vLLM's order. admitted, resumed, preempted: request IDs in order. hits, external:
     local and external tokens granted in this step's admissions. asked: answers of the connector to each question of this
-    step, (request, local tokens shown, external tokens answered), in order. expected: what the oracle derives.
+    step, (request, local tokens shown, external tokens answered), in order. acts: what the worker did to KV memory, in
+    order: `zero` the blocks in `zeroed`, `copy` those in `copies`, `fill` what it received, `forward` pass. expected: what
+    the oracle derives.
     """
 
     step: int
@@ -122,6 +127,7 @@ class Scheduled(_State, kw_only=True, omit_defaults=True, tag_field="record", ta
     asked: list[tuple[str, int, int | None]] | None = None
     selected: Selections | None = None
     received: Selections | None = None
+    acts: list[Act] | None = None
     written: list[Written] | None = None
     expected: dict[str, list[list[int]]] | None = None
 

@@ -65,6 +65,12 @@ def test_two_blocks_swapped_in_the_models_free_order(target: Target, monkeypatch
     assert "free queue" in outcome.new_findings[0].message
 
 
+def test_a_fill_after_the_forward_pass_that_reads_it(target: Target) -> None:
+    outcome = _with_defect(target, "late_fill")
+    assert _first(outcome) == ("fill", 11, "forward_before_fill")
+    assert outcome.new_findings[0].step == 1
+
+
 def test_the_last_selected_block_gets_lost_on_the_way_to_the_worker(target: Target) -> None:
     outcome = _with_defect(target, "drop_last_selected")
     finding = next(f for f in outcome.new_findings if f.law == 5)

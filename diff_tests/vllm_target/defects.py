@@ -88,9 +88,24 @@ class WriteOutside(Defect):
         worker.connector.start_load_kv = stray
 
 
+class LateFill(Defect):
+    """The scheduler does not say that loads have to come before the forward pass."""
+
+    def plant(self, scheduler: Any, worker: Any) -> None:
+        schedule = scheduler.schedule
+
+        def silent(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            output.has_sync_kv_loads = False
+            return output
+
+        scheduler.schedule = silent
+
+
 DEFECTS: dict[str, type[Defect]] = {
     "leak_reference": LeakReference,
     "drop_last_selected": DropLastSelected,
     "write_outside": WriteOutside,
     "free_order": FreeOrder,
+    "late_fill": LateFill,
 }

@@ -25,7 +25,7 @@ from diff_tests.vllm_target.metadata import selections
 from diff_tests.vllm_target.recording import Emit, Recorder, Stop, Watch
 from diff_tests.vllm_target.specs import Unsupported, layer_names
 from diff_tests.vllm_target.state import SEES, KeyNames, StateReader
-from diff_tests.vllm_target.worker import Worker
+from diff_tests.vllm_target.worker import Worker, worker_acts
 from oracle.contracts import Contract
 from sim.history import Acted, GroupInfo, Refusal, Scheduled, Start, Updated
 from sim.scenario import (
@@ -280,6 +280,7 @@ class SchedulerDriver:
             if self._defect is not None:
                 metadata = self._defect.on_the_way(metadata)
             self._out.let_worker_act(self._worker, metadata, record)
+            record.acts = worker_acts(record, output.has_sync_kv_loads)
         self._out.emit(record)
         self._in_flight.append((self._out.step, output, self._samples_of(output)))
         return bool(output.num_scheduled_tokens)

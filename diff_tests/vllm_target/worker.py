@@ -11,7 +11,7 @@ from diff_tests.vllm_target.configs import EngineSetup
 from diff_tests.vllm_target.memory import KVMemory
 from diff_tests.vllm_target.metadata import selections
 from oracle.contracts import Contract
-from sim.history import Selections, Written
+from sim.history import Act, Scheduled, Selections, Written
 from sim.scenario import Scenario
 
 
@@ -61,3 +61,18 @@ class Worker:
         self.connector.wait_for_save()
         self.connector.clear_connector_metadata()
         return written if is_busy or written else None
+
+
+def worker_acts(record: Scheduled, loads_first: bool) -> list[Act]:
+    """What a worker does to KV memory in this step, in the order of vLLM's runner: it zeroes and copies before it hands the
+    connector its metadata, and the scheduler tells it whether loads go before the forward pass."""
+    acts: list[Act] = []
+    if record.zeroed:
+        acts.append("zero")
+    if record.copies:
+        acts.append("copy")
+    fills = any(any(selection.groups) for selection in (record.received or {}).values())
+    after: list[Act] = ["forward"] if record.scheduled else []
+    if fills:
+        after.insert(0 if loads_first else len(after), "fill")
+    return acts + after

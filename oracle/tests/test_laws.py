@@ -89,7 +89,7 @@ def test_the_cases_show_what_they_are_there_for() -> None:
 
 
 def test_every_law_has_a_number_and_a_sentence() -> None:
-    assert {law.number for law in LAWS} == {1, 2, 3, 4, 5, 6, 7, 8, 9}
+    assert {law.number for law in LAWS} == {1, 2, 3, 4, 5, 6, 7, 8, 9, 11}
     assert all(law.sentence.endswith(".") and law.check.__doc__ for law in LAWS)
     assert sentence(5).startswith("The worker receives")
 
@@ -880,6 +880,45 @@ def test_law_10() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- what judges
+
+
+# ---------------------------------------------------------------------------------------------------------------- law 11
+
+COPIED = scenario(
+    "{blocks: 30, max_model_len: 64, prefix_match_unit: 4, max_num_batched_tokens: 64}",
+    "[{kind: full, block: 8}, {kind: mamba, block: 8, mode: align}]",
+    "[{add: {id: A, prompt: [[s, 14]], max_tokens: 2}}, {run: 9}, "
+    "{add: {id: B, prompt: [[s, 12], [b, 9]], max_tokens: 2}}, {run: 9}]",
+    "null",
+)
+
+
+def test_law_11_a_block_is_zeroed_before_a_copy_gets_into_it() -> None:
+    history = history_of(COPIED)
+    record = next(r for r in history if isinstance(r, Scheduled) and r.copies and "B" in r.scheduled)
+    assert set(record.zeroed) & {target for _, target in record.copies}
+    for acts, found in (
+        (["zero", "copy", "forward"], []),
+        (["copy", "zero", "forward"], ["copy_before_zero"]),
+        (["zero", "forward", "copy"], ["forward_before_copy"]),
+        (["forward", "zero", "copy"], ["forward_before_copy", "forward_before_zero"]),
+        (None, []),
+    ):
+        record.acts = acts  # type: ignore[assignment]
+        assert sorted(causes(COPIED, history, 11)) == found
+
+
+def test_law_11_a_fill_may_come_late_for_those_who_do_not_compute() -> None:
+    history = history_of(CONNECTED)
+    record = scheduled(history, 3)
+    assert record.received
+    assert set(record.received) == {"B"}
+    record.acts = ["fill", "forward"]
+    assert causes(CONNECTED, history) == []
+    record.acts = ["forward", "fill"]
+    assert causes(CONNECTED, history) == ["forward_before_fill"]
+    del record.scheduled["B"]
+    assert causes(CONNECTED, history, 11) == []
 
 
 def test_hand_made_tables_are_judged_by_the_laws_about_connectors_only() -> None:
