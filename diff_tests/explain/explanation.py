@@ -17,7 +17,7 @@ from diff_tests.explain.words import count, names, span
 from diff_tests.run import Judged, Outcome
 from oracle.contracts import contract_for
 from oracle.findings import Finding, place, token_range
-from oracle.laws import sentence
+from oracle.laws import LAWS
 from oracle.selection import NULL
 from sim.history import History, Scheduled, Tables, resolve
 from sim.releases import Rules
@@ -25,8 +25,8 @@ from sim.releases import Rules
 NOTHING = "nothing"
 """What is said of a step in which nothing happened."""
 
-MOST_REQUESTS = 4
-"""Requests whose tables are shown where none stands out."""
+MOST_REQUESTS = 2
+"""Requests whose tables are shown."""
 MOST_LISTED = 8
 """Requests named in a hint."""
 
@@ -105,16 +105,19 @@ class _Explainer:
         if finding is None:
             record = self.story.steps[self.step].record
             granted = list(record.hits) if record is not None else []
-            return (granted or list(self.story.steps[self.step].tables))[: MOST_REQUESTS // 2]
+            return (granted or list(self.story.steps[self.step].tables))[:MOST_REQUESTS]
         found = [finding.request] if finding.request in self.story.requests else []
-        if finding.law in (1, 2, 3, 6) or not found:
-            blocks = finding.observed if isinstance(finding.observed, list) else [finding.observed]
-            for block in blocks if finding.kind in ("content", "allocation", "fill", "pool") else ():
-                if isinstance(block, int) and block != NULL and self.step in self.story.steps:
-                    found += [holder.request for holder in self.story.holders(block, self.step)]
+        if finding.kind in ("content", "allocation", "pool") or not found:
+            found += self._holders_of(finding.observed)
         if not found:
             found = list(self.story.steps[self.step].tables) or self.story.requests
         return list(dict.fromkeys(name for name in found if name is not None))[:MOST_REQUESTS]
+
+    def _holders_of(self, observed: object) -> list[str]:
+        """Requests with blocks that a finding names."""
+        blocks = observed if isinstance(observed, list) else [observed]
+        named = [block for block in blocks if isinstance(block, int) and not isinstance(block, bool) and block != NULL]
+        return [holder.request for block in named for holder in self.story.holders(block, self.step)]
 
     # -- all of it -----------------------------------------------------------------------------------------------------
 
@@ -142,8 +145,7 @@ class _Explainer:
             kinds = dict.fromkeys(group.kind for group in self.story.groups)
             rules: list[Rule] = [rule for kind in kinds if (rule := rule_of_kind(kind)) is not None]
             return [(f"rule {rule.section}", rule.sentence, rule.place) for rule in rules]
-        law = self.finding.law
-        laws = [(f"law {law}", sentence(law), "")] if law is not None and law < 10 else []
+        laws = [(f"law {self.finding.law}", words, "") for words in _law_words(self.finding)]
         return laws + [(f"rule {rule.section}", rule.sentence, rule.place) for rule in deciding(self.finding)]
 
     def _end_notes(self) -> list[str]:
@@ -219,6 +221,25 @@ class _Explainer:
             table_view(self.story, step, request, group, predicted[group] if predicted is not None else None)
             for group in range(len(self.story.groups))
         ]
+
+
+def _law_words(finding: Finding) -> list[str]:
+    """What the law of a finding says. Where one number has several sentences, the one about findings of this kind: drawn
+    values have a law of their own, and so have answers to the scheduler."""
+    sentences = [law.sentence for law in LAWS if law.number == finding.law]
+    if len(sentences) < 2:
+        return sentences
+    words = _LAW_WORDS.get(finding.cause) or _LAW_WORDS.get(finding.kind, finding.kind)
+    return [sentence for sentence in sentences if words in sentence] or sentences
+
+
+# A piece of the sentence that findings of a kind, or of a cause, are about.
+_LAW_WORDS = {
+    "selection": "are selected",
+    "fill": "every byte",
+    "wrong_distribution": "drawn at random",
+    "hit": "question of the scheduler",
+}
 
 
 def _tables_by_step(history: History | None) -> dict[int, Tables]:

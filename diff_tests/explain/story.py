@@ -145,17 +145,17 @@ class Story:
         """The lookups of a step's admissions, over the keys as they were then: those before the step, less what was taken
         and with what was registered for requests that the same call had scheduled before."""
         gone, come = self._blocks.key_changes(state.keys or [])
-        earlier = [request for request in record.scheduled if request not in record.hits]
         for request, hit in record.hits.items():
-            if request not in self._blocks.tables:  # else it held the blocks of its load already
-                theirs = {block for name in earlier for table in (state.tables or {}).get(name, ()) for block in table}
-                links = set(self._blocks.links)
-                links.difference_update(link for link in gone if link.block in theirs)
-                links.update(link for link in come if link.block in theirs)
-                lookup = self._lookups.explain(request, record.step, links, hit)
-                if lookup is not None:
-                    yield lookup
-            earlier.append(request)
+            if request in self._blocks.tables:
+                continue  # it held the blocks of its load already
+            earlier = _scheduled_before(record, request)
+            theirs = {block for name in earlier for table in (state.tables or {}).get(name, ()) for block in table}
+            links = set(self._blocks.links)
+            links.difference_update(link for link in gone if link.block in theirs)
+            links.update(link for link in come if link.block in theirs)
+            lookup = self._lookups.explain(request, record.step, links, hit)
+            if lookup is not None:
+                yield lookup
 
     def _take_output(self, record: Updated) -> None:
         step = self.steps.get(record.step) or self.steps[self.last_step]
@@ -178,3 +178,13 @@ class Story:
         self.steps[self.last_step].notes.append(f"{record.action}{who}: {record.result}")
         if record.action == "abort" and record.result == "done" and record.request is not None:
             self._lookups.end(record.request)
+
+
+def _scheduled_before(record: Scheduled, request: str) -> list[str]:
+    """Who was given blocks before a request that the same call admitted: in the order of the schedule; loads, which are
+    not in it, in the order in which they were granted."""
+    order = list(record.scheduled)
+    if request in order:
+        return order[: order.index(request)]
+    granted = list(record.hits)
+    return [name for name in order if name not in record.hits] + granted[: granted.index(request)]

@@ -89,11 +89,15 @@ def _strangers(
     """Blocks that were chosen or written for the request's group, but are not in its table there."""
     if selection is None:
         return []
-    strangers = [block for block in selection.touched() if block not in table]
+    strangers = dict.fromkeys(block for block in selection.touched() if block not in table)
+    by_marks: dict[Marks, list[int]] = {}
+    for block in strangers:
+        by_marks.setdefault(selection.marks(block), []).append(block)
     rows = []
-    for block in dict.fromkeys(strangers):
-        marks = selection.marks(block)
-        rows.append(Row(None, block, 0, 0, "", _whose(story, block, step.number), marks, "not in this table", True))
+    for marks, blocks in by_marks.items():
+        whose = dict.fromkeys(_whose(story, block, step.number) for block in blocks)
+        origin = next(iter(whose)) + (" and others" if len(whose) > 1 else "")
+        rows += [Row(None, block, 0, 0, "", origin, marks, "not in this table", True) for block in blocks]
     return rows
 
 

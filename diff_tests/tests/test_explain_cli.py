@@ -149,6 +149,19 @@ def test_a_trace_is_explained_with_the_models_word_for_what_it_cannot_see(
         assert document["notes"] == ["the model followed 2 of 10 steps: a reason"]
 
 
+def test_a_trace_of_a_real_server_tells_lookups_and_lives(
+    no_vllm: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    page = tmp_path / "page.html"
+    code, document = _json(capsys, Path(__file__).parent / "traces", "--html", page)
+    assert code == 0
+    assert document["headline"].startswith("Nothing is wrong in")
+    assert all(lookup["found"] == lookup["hit"] for lookup in document["lookups"])
+    assert document["lookups"]
+    assert any(event["kind"] == "cached" for life in document["blocks"].values() for event in life)
+    assert "Trace traces, vLLM" in page.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [('{"t": "start"}\n', "trace.jsonl"), ('{"t": "sta', "no trace of a scheduler here")],

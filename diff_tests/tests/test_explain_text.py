@@ -15,7 +15,7 @@ from diff_tests.explain.explanation import Explanation, explain
 from diff_tests.explain.rules import RULES as WORDED_RULES
 from diff_tests.explain.rules import deciding
 from diff_tests.explain.text import print_checked, print_explanation
-from diff_tests.run import Outcome, judge_run
+from diff_tests.run import Judged, Outcome, judge_run
 from diff_tests.tests.explain_cases import overwriting, prefix_case, prefix_outcome, story_of
 from oracle.findings import Finding
 from oracle.tests.histories import RULES, history_of, scenario, scheduled
@@ -310,3 +310,21 @@ def test_overwriting_for_real_needs_the_tampering():
     case = prefix_case()
     assert judge_run(case, history_of(case), RULES).findings == []
     assert judge_run(case, overwriting(case, 3, "B", [1]), RULES).findings[0].finding.cause == "starts_early"
+
+
+@pytest.mark.parametrize(
+    ("kind", "law", "cause", "words"),
+    [
+        ("selection", 4, "starts_early", "are selected, in the step of the admission"),
+        ("hit", 4, "wrong_answer", "Every question of the scheduler"),
+        ("fill", 6, "wrong_value", "A fill leaves the contract's value in every byte"),
+        ("fill", 6, "wrong_distribution", "Values that are drawn at random"),
+        ("routing", 5, "wrong_order", "exactly what the scheduler selected"),
+    ],
+)
+def test_of_a_law_with_several_sentences_the_right_one_is_said(kind: str, law: int, cause: str, words: str):
+    outcome = prefix_outcome()
+    finding = Finding(kind=kind, law=law, cause=cause, step=3, request="B", group=0, message="a fault")  # type: ignore[arg-type]
+    outcome.findings = [Judged(finding)]
+    (said, *_) = [sentence for title, sentence, _ in _explained(outcome).decided_by if title == f"law {law}"]
+    assert words in said
