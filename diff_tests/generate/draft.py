@@ -66,6 +66,8 @@ FEATURES: dict[str, Feature] = {
     "salts": Feature(0.1),
     "loras": Feature(0.07),
     "skip_cache": Feature(0.1),
+    "embeds": Feature(0.06),
+    "encoder": Feature(0.04),
     "kv_events": Feature(0.25),
 }
 
@@ -82,6 +84,8 @@ class RequestDraft:
     skip_cache: bool = False
     external: int | None = None
     loads_later: bool = False
+    embeds: bool = False
+    encoder: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:

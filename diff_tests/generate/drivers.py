@@ -18,6 +18,7 @@ from sim.scenario import (
     AnyGroup,
     AnyStep,
     Circular,
+    Cross,
     Direct,
     LoadDone,
     Mamba,
@@ -54,6 +55,7 @@ class _Timeline:
         self.loading: list[str] = []
         self.is_paused = False
         self.num_in_flight = 0
+        self.takes_encoder = any(isinstance(group, Cross) for group in draft.groups)
         self.most_left_in_flight = 1 if "async_scheduling" in draft.on else 0
         self._steps: list[AnyStep] = []
 
@@ -85,6 +87,8 @@ class _Timeline:
                 salt=request.salt,
                 lora=request.lora,
                 skip_cache=request.skip_cache,
+                embeds=request.embeds,
+                encoder=request.encoder if self.takes_encoder else 0,
                 external=request.external,
                 load=load,
             )
@@ -128,15 +132,12 @@ class _Timeline:
     def _intervene(self) -> None:
         """What comes from outside between two steps."""
         self._abort(0.4)
+        # While loads are under way, vLLM cannot reset beside running requests, and says so.
         if "resets" in self.on and self.chooser.flag(0.35):
-            self._steps.append(ResetPrefixCache(running=self._may_reset_running() and self.chooser.flag(0.35)))
+            self._steps.append(ResetPrefixCache(running=not self.loading and self.chooser.flag(0.35)))
         self._report_load()
         if "pauses" in self.on:
             self._pause_or_resume()
-
-    def _may_reset_running(self) -> bool:
-        """While loads are under way, or frees deferred, vLLM cannot do it and says so by raising."""
-        return not self.loading and not {"async_scheduling", "connector"} <= self.on
 
     def _abort(self, probability: float) -> None:
         if self.live and "aborts" in self.on and self.chooser.flag(probability):

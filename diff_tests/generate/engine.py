@@ -72,7 +72,8 @@ def _choose_budget(draft: Draft, max_num_seqs: int, chunked_prefill: bool) -> in
     budget = draft.near_multiple(draft.base_block, 6) if "small_budget" in draft.on else 8192
     if not chunked_prefill:
         budget = max(budget, draft.max_model_len + draft.chooser.one_of((0, 1, draft.base_block)))
-    return max(budget, max_num_seqs, _least_budget_with_drafts(draft))
+    longest_encoder = max(request.encoder for request in draft.requests)  # its tokens are taken in one step
+    return max(budget, max_num_seqs, longest_encoder, _least_budget_with_drafts(draft))
 
 
 def _least_budget_with_drafts(draft: Draft) -> int:

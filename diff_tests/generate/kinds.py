@@ -16,6 +16,7 @@ from sim.scenario import (
     AnyGroup,
     ChunkedLocal,
     Circular,
+    Cross,
     Full,
     Mamba,
     SlidingWindow,
@@ -70,11 +71,16 @@ def _make_rswa(draft: Draft, block: int) -> AnyGroup:
 
 
 def _make_chunked_local(draft: Draft, block: int) -> AnyGroup:
-    return ChunkedLocal(block=block, chunk=block * draft.chooser.integer(1, 4))
+    chunk = block * draft.chooser.integer(1, 4)
+    return ChunkedLocal(block=block, chunk=chunk + 1 if draft.chooser.flag(0.04) else chunk)
 
 
 def _make_circular(draft: Draft, block: int) -> AnyGroup:
     return Circular(block=block)
+
+
+def _make_cross(draft: Draft, block: int) -> AnyGroup:
+    return Cross(block=block)
 
 
 def _make_plain_mamba(draft: Draft, block: int) -> AnyGroup:
@@ -118,16 +124,17 @@ KINDS: dict[str, Kind] = {
     "chunked_local": Kind(
         make=_make_chunked_local,
         skipped=lambda group, x: x - x % group.chunk,
-        fits=lambda draft: not _uses_eagle(draft),  # its lookup refuses to drop a block
+        fits=lambda draft: not _uses_eagle(draft) or draft.chooser.flag(0.1),  # its lookup refuses to drop a block
     ),
     "rswa": Kind(make=_make_rswa, dcp="always"),
     "sliding_window_mla": Kind(make=_make_sliding_window_mla, skipped=_outside_window),
     "sliding_window_mla replayed": Kind(
         make=_make_replayed_window,
         skipped=_outside_window,
-        fits=lambda draft: draft.rules.bounded_replay_exists and "connector" not in draft.on,
+        fits=lambda draft: draft.rules.bounded_replay_exists and ("connector" not in draft.on or draft.is_scripted),
     ),
     "circular": Kind(make=_make_circular),
+    "cross": Kind(make=_make_cross, caches=False, fits=lambda draft: {"encoder", "several_groups"} <= draft.on),
 }
 """By label: the kind, and what tells groups of one kind apart that behave differently."""
 
@@ -185,6 +192,8 @@ def _combinable(draft: Draft, kinds: list[str]) -> list[str]:
         kinds = ["sliding_window_mla" if name == "sliding_window_mla replayed" else name for name in kinds]
     if mamba != "mamba none" and "no_prefix_caching" not in draft.on and all(name in _UNCACHED for name in kinds):
         kinds[0] = "full"
+    if all(name == "cross" for name in kinds):
+        kinds[draft.chooser.integer(0, len(kinds) - 1)] = "full"
     if draft.dcp > 1 and any(KINDS[name].dcp == "always" for name in kinds):
         # Their blocks cover more tokens each, and lookups of chunks take groups of one block size only.
         kinds = ["full" if name == "chunked_local" else name for name in kinds]
@@ -213,7 +222,7 @@ def make_groups(draft: Draft, kinds: Sequence[str]) -> tuple[AnyGroup, ...]:
 
 def _with_draft_group(draft: Draft, groups: list[AnyGroup]) -> list[AnyGroup]:
     """Marks one group as the speculator's own."""
-    if "draft_groups" not in draft.on or not _uses_eagle(draft):
+    if "draft_groups" not in draft.on or draft.speculative is None or draft.speculative.method == "ngram":
         return groups
     candidates = [index for index, group in enumerate(groups) if isinstance(group, _SPECULATORS)]
     if not candidates:

@@ -25,6 +25,9 @@ def _make_request(draft: Draft, request_index: int) -> RequestDraft:
         priority=chooser.integer(0, 2) if "priority" in on else 0,
         skip_cache="skip_cache" in on and chooser.flag(0.35),
     )
+    request.embeds = "embeds" in on and chooser.flag(0.5)
+    if "encoder" in on and chooser.flag(0.8):
+        request.encoder = draft.near_multiple(draft.base_block, 4)
     if draft.is_scripted and chooser.flag(0.8):
         request.external = draft.near_multiple(draft.base_block, 5) if chooser.flag(0.8) else chooser.integer(0, 2)
         request.loads_later = "async_loads" in on and chooser.flag(0.6)

@@ -88,6 +88,8 @@ def test_every_feature_and_kind_turns_up() -> None:
         "pauses": {"new", "all", "none"} <= {step.what for s in cases for step in s.steps if isinstance(step, Pause)},
         "scripted": any(step.external for s in cases for step in s.steps if isinstance(step, Add)),
         "loads that arrive later": any(isinstance(step, LoadDone) for s in cases for step in s.steps),
+        "embeddings": any(step.embeds for s in cases for step in s.steps if isinstance(step, Add)),
+        "an encoder": any(step.encoder for s in cases for step in s.steps if isinstance(step, Add)),
         "skipping the cache": any(step.skip_cache for s in cases for step in s.steps if isinstance(step, Add)),
         "id used again": any(_repeats_id(s) for s in cases),
         "output quoted": any(_quotes_output(s) for s in cases),
