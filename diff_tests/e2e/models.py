@@ -118,17 +118,18 @@ _REAL_MODELS = (
         "qwen3_next",
         {
             **_EXPERTS,
-            # A linear attention state has to fit into a page of full attention, and its kernel has few head sizes.
+            # The kernel of linear attention has few head sizes. A state has to fit into a page of full attention.
             "num_key_value_heads": 2,
-            "head_dim": 80,
+            "head_dim": 256,
             "num_hidden_layers": 4,
             "num_experts": 2,
             "shared_expert_intermediate_size": 32,
             "linear_num_key_heads": 1,
             "linear_num_value_heads": 1,
-            "linear_key_head_dim": 64,
-            "linear_value_head_dim": 64,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
         },
+        block=64,
     ),
     _model(
         "deepseek_v2",

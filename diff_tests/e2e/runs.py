@@ -59,7 +59,8 @@ class Row:
 
 @dataclass
 class ModelRun:
-    """What one model showed. error: what kept the engine from its end; then there may be nothing to judge."""
+    """What one model showed. platform: what its engine computes on, as vLLM calls it. error: what kept the engine from its
+    end; then there may be nothing to judge."""
 
     model: Model
     transport: str
@@ -69,6 +70,7 @@ class ModelRun:
     checked: Checked | None = None
     rows: list[Row] = field(default_factory=list)
     num_preemptions: int = 0
+    platform: str = ""
     layout: list[str] = field(default_factory=list)
 
     @property
@@ -195,6 +197,7 @@ def judge_run(run: ModelRun, acts: Sequence[Act], folder: Path, error: str) -> N
         key=lambda judged: judged.issue is not None,
     )
     run.checked = checked
+    run.platform = trace.start.platform
     run.layout = [_layout(rebuilt, index) for index in range(len(rebuilt.scenario.groups))]
     run.num_preemptions = sum(len(record.preempted) for record in rebuilt.history if isinstance(record, Scheduled))
     run.rows = _rows(checked, act_of(list(acts)))

@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 
 from diff_tests.shard import Shard, resident_bytes
-from diff_tests.vllm_target import connectors, wire
+from diff_tests.vllm_target import connectors, memory, wire
 from diff_tests.vllm_target.releases import TargetInputError
 from diff_tests.vllm_target.server import Server
 from oracle import contracts
@@ -107,9 +107,10 @@ class Outbox:
 
 
 def serve(requests_fd: int, answers_fd: int, version: str, fork: wire.Fork) -> None:
-    """Puts connector and contracts in place, then serves requests until the parent closes its end. vLLM is imported by
-    now."""
+    """Puts connector, contracts and KV memory in place, then serves requests until the parent closes its end. vLLM is
+    imported by now."""
     inbox, outbox = Inbox(requests_fd), Outbox(answers_fd)
+    memory.place_on(fork.device)
     connector = fork.connector
     try:
         for path in fork.contracts:

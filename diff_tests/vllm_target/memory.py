@@ -15,13 +15,19 @@ from oracle.values import FillValue
 from sim.history import Written
 from sim.scenario import Scenario
 
+_device = "cpu"
+
+
+def place_on(device: str) -> None:
+    """Where the KV memory of all workers in this process lies from now on."""
+    global _device
+    _device = device
+
 
 class KVMemory:
     """The KV memory of one worker. `tensors` is what the connector registers, by layer name."""
 
-    def __init__(
-        self, scenario: Scenario, setup: EngineSetup, values: Sequence[FillValue] | None, device: str = "cpu"
-    ) -> None:
+    def __init__(self, scenario: Scenario, setup: EngineSetup, values: Sequence[FillValue] | None) -> None:
         """Raises whatever vLLM raises where a layout cannot hold the scenario's kernel blocks."""
         config = setup.worker_config
         assert config.kv_cache_layout is not None
@@ -31,7 +37,7 @@ class KVMemory:
         ]
         kernel_block_sizes = prepare_kernel_block_sizes(config, attention_groups)  # type: ignore[arg-type]
         self.tensors: dict[str, torch.Tensor] = allocate_kv_cache(
-            config, torch.device(device), KVCacheLayout[config.kv_cache_layout], kernel_block_sizes
+            config, torch.device(_device), KVCacheLayout[config.kv_cache_layout], kernel_block_sizes
         )
         self.buffer = _backing(next(iter(self.tensors.values())))
         self._check = None

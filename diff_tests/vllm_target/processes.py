@@ -101,10 +101,12 @@ class _Host:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def fork(self, connector: str | None, requests_fd: int, answers_fd: int) -> int:
+    def fork(self, connector: str | None, device: str, requests_fd: int, answers_fd: int) -> int:
         """A new child with these ends of its pipes. Returns its process ID."""
         try:
-            socket.send_fds(self._control, [wire.frame(wire.Fork(connector, contracts.added()))], [requests_fd, answers_fd])
+            socket.send_fds(
+                self._control, [wire.frame(wire.Fork(connector, contracts.added(), device))], [requests_fd, answers_fd]
+            )
             message = self._receive(_FORK_TIMEOUT_S)
         except (OSError, _Silence, _Closed):
             raise TargetStartError(f"vLLM's host process is gone: {self.last_lines(5)}") from None
@@ -216,11 +218,11 @@ def _state_name(source: Source) -> str:
 class Child:
     """A process that runs scenarios, and the pipes to it."""
 
-    def __init__(self, source: Source, connector: str | None) -> None:
+    def __init__(self, source: Source, connector: str | None, device: str = "cpu") -> None:
         """Returns when the connector is in place. Raises TargetInputError or TargetStartError."""
         self._host = _host_for(source)
         with _pipe() as (requests_read, self._requests), _pipe() as (self._answers, answers_write):
-            self.pid = self._host.fork(connector, requests_read, answers_write)
+            self.pid = self._host.fork(connector, device, requests_read, answers_write)
             os.close(requests_read)
             os.close(answers_write)
         self._host.num_children += 1

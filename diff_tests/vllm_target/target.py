@@ -61,7 +61,8 @@ class Target:
     vllm: `current`, a release, or a path. connector: a registered name, `module:Class` or a `.py` file; None leaves
     each scenario's own. defect: one of `defects.DEFECTS`, planted in every engine from now on. timeout_s: for one
     scenario. as_release: the release whose rules judge a target that is none itself. lost: cases that a child took with
-    it when it died, and that went well in the next. Raises TargetInputError where one of them is wrong.
+    it when it died, and that went well in the next. device: where KV memory lies, `cpu` or `cuda`. Raises
+    TargetInputError where one of them is wrong.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Target:
         defect: str | None = None,
         timeout_s: float = 60.0,
         as_release: str | None = None,
+        device: str = "cpu",
     ) -> None:
         if as_release is not None and as_release not in RELEASES:
             raise TargetInputError(f"no rules for vLLM {as_release}; known: {', '.join(RELEASES)}")
@@ -85,6 +87,7 @@ class Target:
         self.defect = defect
         self._timeout_s = timeout_s
         self._as_release = as_release
+        self._device = device
         self._source: Source | None = None
         self._child: Child | None = None
         self._info: TargetInfo | None = None
@@ -102,7 +105,7 @@ class Target:
         if self._child is None:
             if self._source is None:
                 self._source = resolve(self.vllm)
-            self._child = Child(self._source, self._connector)
+            self._child = Child(self._source, self._connector, self._device)
             version = self._child.version
             known = self._source.kind != "path" and base_version(version) in RELEASES
             self._info = TargetInfo(self.vllm, version, self._rules(version), known, self._connector, self._child.replaces)
@@ -169,7 +172,7 @@ class Target:
 
     def sibling(self) -> Target:
         """Another target of the same kind: one more child, of the same host."""
-        return Target(self.vllm, self._connector, self.defect, self._timeout_s, self._as_release)
+        return Target(self.vllm, self._connector, self.defect, self._timeout_s, self._as_release, self._device)
 
     def run_cases(self, cases: Cases, start: int, stop: int) -> Iterator[CasesMessage]:
         """Has the child generate, run and judge the cases [start, stop). News come when the cases that they are among

@@ -200,11 +200,12 @@ class CpuTime(Struct, tag="cpu"):
 
 
 class Fork(Struct, tag="fork"):
-    """To the host: fork a child with this connector, and these contracts from outside. The two ends of its pipes come
-    along."""
+    """To the host: fork a child with this connector, these contracts from outside, and KV memory on this device. The two
+    ends of its pipes come along."""
 
     connector: str | None
     contracts: tuple[str, ...] = ()
+    device: str = "cpu"
 
 
 class Forked(Struct, tag="forked"):

@@ -24,6 +24,7 @@ def register() -> None:
     attention: Any = CPUAttentionBackend
     attention.get_supported_kernel_block_sizes = staticmethod(lambda kv_cache_spec=None: [MultipleOf(16)])
     _let_mamba2_prefill()
+    _let_ranks_share_a_context()
     connectors.install(os.environ.get(CONNECTOR_VARIABLE))
 
 
@@ -41,6 +42,25 @@ def _let_mamba2_prefill() -> None:
     if current_platform.is_cpu() and hasattr(mixer, "store_prefill_checkpoint"):
         mixer.mamba_chunk_scan_combined_varlen = _by_chunk(mixer.mamba_chunk_scan_combined_varlen)
         mixer.store_prefill_checkpoint = lambda *_, **__: None
+
+
+def _let_ranks_share_a_context() -> None:
+    """Lets decode context parallelism run on a CPU: no kernel there works out the slots of a rank's tokens. Only a model
+    that computes nothing gets that far, and it reads no slots."""
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.block_table import BlockTable
+
+    if not current_platform.is_cpu():
+        return
+    table: Any = BlockTable
+    compute = table.compute_slot_mapping
+
+    @functools.wraps(compute)
+    def compute_slot_mapping(self: Any, *args: Any, **rest: Any) -> None:
+        if self.dcp_world_size == 1:
+            compute(self, *args, **rest)
+
+    table.compute_slot_mapping = compute_slot_mapping
 
 
 def _by_chunk(scan: Callable[..., Any]) -> Callable[..., Any]:
