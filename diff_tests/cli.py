@@ -904,16 +904,22 @@ def e2e(models: tuple[str, ...], vllm: str, http: bool, connector: str | None, a
         raise InputError(str(error)) from None
     name = _target_errors(partial(probed_connector, connector))
     runs: list[ModelRun] = []
+    interrupted = False
     with _Started(vllm, connector, timeout_s=ENGINE_TIMEOUT_S) as (target, info):
-        for model in chosen:
-            runs.append(_target_errors(partial(run_model, target, model, name, http)))
-            if not as_json:
-                print_run(_output(), runs[-1])
+        try:
+            for model in chosen:
+                runs.append(_target_errors(partial(run_model, target, model, name, http)))
+                if not as_json:
+                    print_run(_output(), runs[-1])
+        except KeyboardInterrupt:
+            interrupted = True
     if as_json:
         _print_json(document(runs, info, name))
     else:
         print_verdict(_output(), runs, info, name)
-    return OK if verdict(runs) == "pass" else FINDINGS
+    if runs and verdict(runs) == "fail":
+        return FINDINGS
+    return INTERRUPTED if interrupted else OK
 
 
 @cli.command(epilog="kvoracle bench\nkvoracle bench --only model --json\nkvoracle bench --only memory --device cuda")
