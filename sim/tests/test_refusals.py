@@ -14,6 +14,7 @@ FULL = {"kind": "full", "block": 4}
 WINDOW = {"kind": "sliding_window", "block": 4, "window": 8}
 CIRCULAR = {"kind": "circular", "block": 4}
 MAMBA = {"kind": "mamba", "block": 64}
+REPLAYED = {**WINDOW, "kind": "sliding_window_mla", "bounded_replay": True}
 ALL = frozenset(RELEASES)
 OLD = frozenset({"0.29.0", "0.30.0"})
 NEWEST = frozenset({"0.33.0"})
@@ -39,6 +40,15 @@ CASES = [
     ({"max_num_batched_tokens": 16, "speculative": {"tokens": 16}}, [FULL], frozenset(), ""),
     ({"max_num_batched_tokens": 1, "max_num_seqs": 1, "speculative": DRAFTS}, [FULL], ALL, "ValueError"),
     ({}, [FULL, MAMBA], ALL, "AssertionError"),
+    ({"long_prefill_token_threshold": 8, "long_prefill_adaptive": True}, [FULL], OLD, "ValidationError"),
+    ({"async_scheduling": True, "speculative": {"tokens": 2}}, [FULL], ALL - NEWEST, "ValidationError"),
+    ({}, [FULL, {**MAMBA, "block": 4, "mode": "all"}], frozenset({"0.32.0", "0.33.0"}), "ValidationError"),
+    ({}, [FULL, {**MAMBA, "block": 4, "mode": "align"}], frozenset(), ""),
+    ({}, [FULL, REPLAYED], OLD, "TypeError"),
+    ({}, [CIRCULAR, CIRCULAR], ALL, "AssertionError"),
+    ({"retention_interval": 8}, [FULL, {**REPLAYED, "bounded_replay": False}], frozenset(), ""),
+    ({"dcp": 2}, [FULL, {**MAMBA, "block": 8, "mode": "align"}], frozenset(), ""),
+    ({"dcp": 2}, [{**MAMBA, "block": 8, "mode": "align"}], OLD, "AssertionError"),
     ({"prefix_caching": False}, [FULL, MAMBA], frozenset(), ""),
 ]
 
@@ -49,6 +59,14 @@ def test_what_is_refused(engine: dict, groups: list, releases: frozenset[str], k
     raw = {"kvoracle": 1, "engine": {"blocks": 40, "max_model_len": 64, **engine}, "groups": groups, "steps": []}
     found = refusal(parse(raw), RELEASES[release])
     assert (found.type if found is not None else "") == (kind if release in releases else "")
+
+
+@pytest.mark.parametrize("release", sorted(ALL - OLD))
+def test_windows_that_are_computed_again_must_be_equal(release: str) -> None:
+    groups = [FULL, REPLAYED, {**REPLAYED, "window": 9}]
+    found = refusal(parse({"kvoracle": 1, "engine": {"blocks": 40}, "groups": groups, "steps": []}), RELEASES[release])
+    assert found is not None
+    assert found.type == "AssertionError"
 
 
 @pytest.mark.parametrize("release", RELEASES)
