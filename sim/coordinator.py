@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from sim.groups.base import GroupManager, Setting, ceil_div, floor_to
+from sim.releases import Rules
 from sim.request import Request
 from sim.scenario import Mamba
 
@@ -49,7 +50,7 @@ class Coordinator:
         self.managers = list(managers)
         self.setting = setting
         self.partial_hits = setting.hit_alignment < setting.scheduler_block_size
-        self.lookup_sets = _lookup_sets(self.managers, dropping)
+        self.lookup_sets = _lookup_sets(self.managers, dropping, setting.rules)
         for lookup_set in self.lookup_sets:
             for member in lookup_set.members:
                 member.drops_last_block = lookup_set.drops_last_block
@@ -126,14 +127,17 @@ class Coordinator:
         return whole
 
 
-def _lookup_sets(managers: Sequence[GroupManager], dropping: frozenset[int]) -> list[LookupSet]:
+def _lookup_sets(managers: Sequence[GroupManager], dropping: frozenset[int], rules: Rules) -> list[LookupSet]:
     """Sets in order of first appearance; full attention comes first. One member that drops makes all drop."""
     by_spec: dict[object, list[GroupManager]] = {}
     for manager in managers:
         if manager.prefix_cacheable:
-            # How many layers share a table, which other sizes they have, how kernels split its blocks, and whose layers
-            # they are, a speculator's or the main model's, is not part of the specification.
-            spec = msgspec.structs.replace(manager.group, layers=1, uniform=(), kernel_block=None, draft=False)
+            # How many layers share a table, which other sizes they have, and whose layers they are, a speculator's or the
+            # main model's, is not part of the specification; how kernels split blocks may be.
+            kernel_block = manager.group.kernel_block if rules.unsplit_where_pages_differ else None
+            if kernel_block == manager.group.block:
+                kernel_block = None
+            spec = msgspec.structs.replace(manager.group, layers=1, uniform=(), kernel_block=kernel_block, draft=False)
             by_spec.setdefault(spec, []).append(manager)
     sets = [LookupSet(members, any(member.index in dropping for member in members)) for members in by_spec.values()]
     return sorted(sets, key=lambda lookup_set: not lookup_set.first.full_like)

@@ -23,6 +23,22 @@ def page_bytes(group: AnyGroup, layers: Layers | None = None) -> int:
     return num_elements * _ELEMENT_BYTES[group.dtype]
 
 
+def splits_gaps(scenario: Scenario) -> bool:
+    """Whether kernels would have to split blocks between which memory leaves a gap: where pages of several sizes lie side
+    by side, only the page that fills a whole block of memory leaves none."""
+    if pages_are_dense(scenario.groups):
+        return False
+    pages = [
+        [page_bytes(group)] * group.layers + [page_bytes(group, part) for part in group.uniform for _ in range(part.layers)]
+        for group in scenario.groups
+    ]
+    block_bytes = max(map(sum, pages))
+    return any(
+        group.kernel_block not in (None, group.block) and not isinstance(group, Mamba) and set(sizes) != {block_bytes}
+        for group, sizes in zip(scenario.groups, pages, strict=True)
+    )
+
+
 def pages_are_dense(groups: Sequence[AnyGroup]) -> bool:
     """Whether a block of a layer follows the one before without a gap: where all attention pages are of one size, to
     which smaller states are padded. Pages of several sizes lie side by side."""
@@ -44,6 +60,16 @@ def effective_block_size(group: AnyGroup, dcp: int, rules: Rules) -> int:
     return group.block * dcp if is_dcp_sharded(group, rules) else group.block
 
 
+def counted_block_sizes(scenario: Scenario, rules: Rules) -> list[int]:
+    """Block sizes of all groups as the scheduler counts them. Before specs said themselves whether they are sharded, it
+    counted DCP for all but a state beside other groups, whatever their tables did."""
+    dcp = scenario.engine.dcp
+    if rules.dcp_sharded_flag:
+        return [effective_block_size(group, dcp, rules) for group in scenario.groups]
+    alone = len(scenario.groups) == 1
+    return [group.block if isinstance(group, Mamba) and not alone else group.block * dcp for group in scenario.groups]
+
+
 def is_prefix_cacheable(group: AnyGroup) -> bool:
     """Whether the group takes part in the prefix cache at all."""
     if isinstance(group, SlidingWindowMLA):
@@ -54,10 +80,9 @@ def is_prefix_cacheable(group: AnyGroup) -> bool:
 def block_sizes(scenario: Scenario, rules: Rules) -> tuple[int, int]:
     """(scheduler block size, hash block size). The scheduler block size is the least common multiple over all groups;
     hashes are taken at the greatest common divisor over the cacheable ones, or at `prefix_match_unit`."""
-    sizes = [effective_block_size(group, scenario.engine.dcp, rules) for group in scenario.groups]
+    sizes = counted_block_sizes(scenario, rules)
     if len(sizes) == 1:
-        size = sizes[0] if rules.dcp_sharded_flag else scenario.groups[0].block * scenario.engine.dcp
-        return size, size
+        return sizes[0], sizes[0]
     scheduler_size = math.lcm(*sizes)
     if not (scenario.engine.prefix_caching or scenario.connector is not None):
         return scheduler_size, scheduler_size

@@ -7,10 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sim.geometry import FULL_LIKE, block_sizes, effective_block_size, is_prefix_cacheable, pages_are_dense
+from sim.geometry import (
+    FULL_LIKE,
+    block_sizes,
+    counted_block_sizes,
+    is_dcp_sharded,
+    is_prefix_cacheable,
+    splits_gaps,
+)
 from sim.history import Refusal
 from sim.releases import Rules
-from sim.scenario import Mamba, Scenario, SlidingWindow, SlidingWindowMLA
+from sim.scenario import AnyGroup, Mamba, Scenario, SlidingWindow, SlidingWindowMLA
 from sim.speculation import num_draft_slots, num_lookahead
 
 
@@ -71,6 +78,9 @@ def _unknown_groups(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
     """Groups that other releases know."""
     if not rules.bounded_replay_exists and _replay_windows(scenario):
         yield Refusal(type="TypeError", message="no sliding windows outside the prefix cache")
+    says_sharded = any(g.dcp_sharded is not None for g in scenario.groups if not isinstance(g, Mamba))
+    if scenario.engine.dcp > 1 and says_sharded and not rules.dcp_sharded_flag:
+        yield Refusal(type="Unsupported", message="specifications do not say whether they are sharded")
 
 
 def _match_unit(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
@@ -88,16 +98,15 @@ def _match_unit(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
 
 def _kernel_blocks(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
     """A worker cannot split blocks that are no dense pages. There is one where there is a connector."""
-    if scenario.connector is None or rules.unsplit_where_pages_differ or pages_are_dense(scenario.groups):
-        return
-    if any(group.kernel_block not in (None, group.block) and not isinstance(group, Mamba) for group in scenario.groups):
+    if scenario.connector is not None and not rules.unsplit_where_pages_differ and splits_gaps(scenario):
         yield Refusal(type="ValueError", message="the memory layout does not let blocks be split for kernels")
 
 
 def _context_parallel_windows(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
-    """Before specs said themselves whether they are sharded, windows were refused under context parallelism."""
-    is_window = any(isinstance(group, (SlidingWindow, SlidingWindowMLA)) for group in scenario.groups)
-    if scenario.engine.dcp > 1 and is_window and not rules.dcp_sharded_flag:
+    """Windows cannot be sharded; before specs said themselves whether they are, they counted as that."""
+    windows = [group for group in scenario.groups if isinstance(group, (SlidingWindow, SlidingWindowMLA))]
+    refused = [group for group in windows if not rules.dcp_sharded_flag or is_dcp_sharded(group, rules)]
+    if scenario.engine.dcp > 1 and refused:
         yield Refusal(type="AssertionError", message="no sliding window under decode context parallelism")
 
 
@@ -124,9 +133,7 @@ def _prefix_caching(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
         return
     if _has_plain_mamba(scenario) and rules.mamba_prefix_caching_requires_align:
         yield Refusal(type="AssertionError", message="prefix caching of states requires mode align")
-    sharded = (*FULL_LIKE, Mamba) if len(scenario.groups) > 1 else FULL_LIKE
-    is_other = any(not isinstance(group, sharded) for group in scenario.groups)
-    if scenario.engine.dcp > 1 and is_other and not rules.dcp_sharded_flag:
+    if scenario.engine.dcp > 1 and any(_is_sharded_otherwise(group, scenario, rules) for group in scenario.groups):
         yield Refusal(type="AssertionError", message="lookups under context parallelism are for full attention")
     if len(scenario.groups) > 1 and not any(is_prefix_cacheable(group) for group in scenario.groups):
         yield Refusal(type="AssertionError", message="of several groups none can be cached")
@@ -135,11 +142,18 @@ def _prefix_caching(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
         yield Refusal(type="AssertionError", message="a group's block is no multiple of the hash block size")
 
 
+def _is_sharded_otherwise(group: AnyGroup, scenario: Scenario, rules: Rules) -> bool:
+    """Whether DCP would spread the group over ranks in a way that lookups do not follow."""
+    several = len(scenario.groups) > 1
+    if isinstance(group, FULL_LIKE) or (several and isinstance(group, Mamba)):
+        return False
+    return several and is_dcp_sharded(group, rules) if rules.dcp_sharded_flag else True
+
+
 def _cacheable_sizes(scenario: Scenario, rules: Rules) -> list[int]:
     """Effective block sizes of the groups that take part in the prefix cache; of all of them where none does."""
-    dcp = scenario.engine.dcp
-    cacheable = [group for group in scenario.groups if is_prefix_cacheable(group)] or scenario.groups
-    return [effective_block_size(group, dcp, rules) for group in cacheable]
+    sizes = counted_block_sizes(scenario, rules)
+    return [size for group, size in zip(scenario.groups, sizes, strict=True) if is_prefix_cacheable(group)] or sizes
 
 
 def _has_plain_mamba(scenario: Scenario) -> bool:

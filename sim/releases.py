@@ -116,7 +116,8 @@ class Rules:
     """[0.33] A step must have room for more tokens than drafting looks ahead, before for more than the rows it adds."""
     unsplit_where_pages_differ: bool
     """[0.32] Where layers with pages of several sizes lie side by side, no block is split into kernel blocks. Before, a
-    worker that had to split one refused."""
+    worker that had to split one refused. Backends note their kernel blocks on the specification for that, so groups that
+    differ in them are looked up apart."""
     long_prefill_threshold_adapts: bool
     """[0.31] The long-prefill threshold can grow with the token budget per request."""
     bounded_replay_exists: bool

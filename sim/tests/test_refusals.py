@@ -35,6 +35,7 @@ CASES = [
     ({"dcp": 2}, [FULL, CIRCULAR], OLD, "AssertionError"),
     ({"dcp": 2, "prefix_caching": False}, [FULL, CIRCULAR], frozenset(), ""),
     ({"dcp": 2}, [FULL], frozenset(), ""),
+    ({"dcp": 2, "prefix_caching": False}, [FULL, {**FULL, "dcp_sharded": False}], OLD, "Unsupported"),
     ({"max_num_batched_tokens": 16, "speculative": {"method": "eagle", "tokens": 16}}, [FULL], NEWEST, "ValueError"),
     ({"max_num_batched_tokens": 17, "speculative": {"method": "eagle", "tokens": 16}}, [FULL], frozenset(), ""),
     ({"max_num_batched_tokens": 16, "speculative": {"tokens": 16}}, [FULL], frozenset(), ""),
@@ -76,6 +77,11 @@ def test_only_old_workers_refuse_to_split_blocks_between_pages_of_other_sizes(re
     assert refusal(parse(raw), RELEASES[release]) is None  # without a connector there is no worker
     found = refusal(parse({**raw, "connector": {"name": "DecodeBenchConnector"}}), RELEASES[release])
     assert (found is not None and found.type == "ValueError") == (release in {"0.29.0", "0.30.0", "0.31.0"})
+    # The page that is as large as all others of a block together leaves no gap.
+    groups = [FULL, {**FULL, "head_size": 64, "kernel_block": 2}]
+    assert (
+        refusal(parse({**raw, "groups": groups, "connector": {"name": "DecodeBenchConnector"}}), RELEASES[release]) is None
+    )
 
 
 def test_the_direct_driver_has_no_scheduler_that_would_refuse() -> None:
