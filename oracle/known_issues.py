@@ -130,6 +130,24 @@ def _chunk_over_block_end(subject: _Subject, wanted: Value) -> bool:
     return ((positions[0] + 1) * group.block % group.chunk != 0) == wanted
 
 
+def _rows_per_step(scenario: Scenario) -> int:
+    """Tokens that one request can get in a step: the budget without the draft model's own row."""
+    speculative = scenario.engine.speculative
+    has_draft_row = speculative is not None and speculative.method == "draft_model"
+    return scenario.engine.max_num_batched_tokens - has_draft_row
+
+
+def _padding_over_budget(subject: _Subject, wanted: Value) -> bool:
+    speculative = subject.scenario.engine.speculative
+    return (speculative is not None and 1 + speculative.tokens > _rows_per_step(subject.scenario)) == wanted
+
+
+def _state_block_over_rows(subject: _Subject, wanted: Value) -> bool:
+    rows, budget = _rows_per_step(subject.scenario), subject.scenario.engine.max_num_batched_tokens
+    sizes = [group.block for group in subject.scenario.groups if isinstance(group, Mamba) and group.mode == "align"]
+    return any(rows < size <= budget for size in sizes) == wanted
+
+
 def _salt_names_an_adapter(subject: _Subject, wanted: Value) -> bool:
     adds = [step for step in subject.scenario.steps if isinstance(step, Add)]
     shared = {add.salt for add in adds} & {add.lora for add in adds} - {None}
@@ -162,6 +180,8 @@ _WHERE: dict[str, Callable[[_Subject, Value], bool]] = {
     "connector_option": _connector_option,  # this key of the connector's extra config is set
     "kernel_block_smaller": _kernel_block_smaller,  # the group's kernel blocks are smaller than the manager's
     "chunk_over_block_end": _chunk_over_block_end,  # a chunk of the group goes on behind the end of the finding's block
+    "padding_over_budget": _padding_over_budget,  # a token and its drafts are more than a step can give one request
+    "state_block_over_rows": _state_block_over_rows,  # so is a block of states, though it is within the whole budget
     "fill_out_of_range": _fill_out_of_range,  # some group's memory, as it is stored, cannot take the fill unencoded
     "salt_names_an_adapter": _salt_names_an_adapter,  # a request's cache salt is the name of another's LoRA adapter
 }

@@ -177,6 +177,28 @@ def test_blocks_whose_last_chunk_goes_on(position: int, fits: bool) -> None:
     assert explains(entry("where = { chunk_over_block_end = true }"), found, case, rules_of("0.30.0")) == fits
 
 
+@pytest.mark.parametrize(
+    ("budget", "method", "padding_over", "block_over"),
+    [
+        (4, "draft_model", True, True),
+        (5, "draft_model", False, False),
+        (4, "ngram", False, False),
+        (3, "ngram", True, False),
+    ],
+)
+def test_budgets_with_a_row_for_the_draft_model(budget: int, method: str, padding_over: bool, block_over: bool) -> None:
+    """Three drafts, and a block of states of 4 tokens."""
+    case = scenario(
+        f"{{blocks: 20, max_model_len: 64, max_num_batched_tokens: {budget}, max_num_seqs: 2, "
+        f"speculative: {{method: {method}, tokens: 3}}}}",
+        "[{kind: mamba, block: 4, mode: align, speculative_blocks: 3}]",
+        "[{step: 1}]",
+        "null",
+    )
+    for name, fits in (("padding_over_budget", padding_over), ("state_block_over_rows", block_over)):
+        assert explains(entry(f"where = {{ {name} = true }}"), finding(group=None), case, rules_of("0.30.0")) == fits
+
+
 def crash(type_: str, line: str, message: str = "", through: str = "Scheduler.schedule") -> Finding:
     raised = {"type": type_, "message": message, "trail": [through], "line": line}
     cause = f"{type_}_in_{through.rpartition('.')[2]}"
