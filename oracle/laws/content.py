@@ -103,8 +103,8 @@ def _check_hit(trial: Trial, entry: Entry, content: Content | None) -> None:
         start = entry.position * replay.groups[entry.group].block_size
         found = replay.describe(entry.block, content) if content is not None else "holds nothing that was written"
         message = f"position {entry.position}: block {entry.block} hit for {token_range(start, end)}, but it {found}"
-        is_known = any(link[0] == entry.group and link[3] == entry.block for link in trial.uncomputed_keys)
-        _report_entry(trial, "content", 3, "hit_uncomputed_key" if is_known else "hit_wrong_tokens", entry, message)
+        reported = trial.wrong_keys.get((entry.group, entry.block))
+        _report_entry(trial, "content", 3, f"hit_{reported}" if reported else "hit_wrong_tokens", entry, message)
 
 
 def _check_key(trial: Trial, group_index: int, request_index: int, num_tokens: int, block: int) -> None:
@@ -118,8 +118,9 @@ def _check_key(trial: Trial, group_index: int, request_index: int, num_tokens: i
         )
         cause = "key_wrong_tokens"
         if _was_preempted_before(trial, request_index, num_tokens):
-            cause = "uncomputed_key"
-            trial.uncomputed_keys.add((group_index, request_index, num_tokens, block))
+            cause = trial.wrong_keys[group_index, block] = "uncomputed_key"
+        elif _state_went_on(trial, group_index, request_index, num_tokens, block):
+            cause = trial.wrong_keys[group_index, block] = "outdated_state_key"
         trial.report("content", 3, cause, message, group=group_index, positions=[position], observed=block)
 
 
@@ -130,6 +131,16 @@ def _was_preempted_before(trial: Trial, request_index: int, num_tokens: int) -> 
         stay.num_written < num_tokens and common(stay.request_index, request_index) >= num_tokens
         for stay in trial.replay.preempted
     )
+
+
+def _state_went_on(trial: Trial, group_index: int, request_index: int, num_tokens: int, block: int) -> bool:
+    """Whether the block held the key's state and was written on since: to a later state of the same request, or to one
+    that the next output tells."""
+    content, replay = trial.replay.contents[block], trial.replay
+    if content is None or content.group != group_index or not replay.groups[group_index].holds_states:
+        return False
+    is_later = content.until > num_tokens or (not content.until and content.stay.num_known >= num_tokens)
+    return is_later and replay.prefixes.common(content.stay.request_index, request_index) >= num_tokens
 
 
 def _holds(trial: Trial, content: Content | None, group: int, position: int, request_index: int, num_tokens: int) -> bool:

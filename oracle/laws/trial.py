@@ -33,8 +33,8 @@ class Trial:
 
     rows_per_block: kernel blocks in a manager block, by group. layers: names by group. last_sent: the metadata sent last,
     by request. dialogue: the contract's answers so far. drawn: per group (elements, mean, deviation) of each random fill.
-    states: how often a state came back since a token was gained. uncomputed_keys: (group, add, tokens, block) of keys that
-    were linked before their tokens were computed.
+    states: how often a state came back since a token was gained. wrong_keys: (group, block) of keys that should not be
+    linked to it -> why; who hits such a block later shows the same fault.
     """
 
     def __init__(self, scenario: Scenario, rules: Rules, contract: Contract | None) -> None:
@@ -49,7 +49,7 @@ class Trial:
         self.dialogue: Dialogue | None = None
         self.drawn: dict[int, list[tuple[int, float, float]]] = {}
         self.states: dict[object, int] = {}
-        self.uncomputed_keys: set[tuple[int, int, int, int]] = set()
+        self.wrong_keys: dict[tuple[int, int], str] = {}
         self._reported: set[object] = set()
 
     def report(

@@ -9,6 +9,7 @@ import pytest
 from oracle.laws import LAWS, judge, same_history, sentence
 from oracle.tests.histories import RULES, causes, filled, history_of, scenario, scheduled, verdicts
 from sim.history import Acted, CachedKey, Failure, History, Scheduled, Selection, StateRecord, Updated, Written
+from sim.releases import rules_of
 from sim.scenario import Scenario
 from sim.simulator import Simulator
 
@@ -246,6 +247,20 @@ TAKEN_BACK = scenario(
     "{add: {id: B, prompt: [[b, 4]], max_tokens: 2}}, {run: 20}]",
     "null",
 )
+
+
+def test_law_3_states_that_went_on() -> None:
+    """Up to 0.31 vLLM links the key of a prompt's last state once more, to the block in which the state goes on."""
+    case = scenario(
+        "{blocks: 22, max_model_len: 40, max_num_seqs: 4, async_scheduling: true, prefix_match_unit: 1}",
+        "[{kind: full, block: 2}, {kind: mamba, block: 2, mode: align}]",
+        "[{add: {id: A, prompt: [[a, 5]], max_tokens: 2}}, {run: 20}]",
+        "null",
+    )
+    assert verdicts(case, history_of(case)) == []
+    before = rules_of("0.31.0")
+    (finding,) = judge(case, Simulator(case, before).history(), before, None)
+    assert (finding.cause, finding.group, finding.positions) == ("outdated_state_key", 1, [2])
 
 
 def test_law_3_keys_of_tokens_that_a_preemption_took_back() -> None:
