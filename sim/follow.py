@@ -19,11 +19,10 @@ from sim.scheduler import NOTHING_NEW, Budget, Found, Plan, Scheduler, Size
 
 
 class Observed(NamedTuple):
-    """An observed run: its steps in order, one for each that the scenario schedules; which admissions load later, as
-    (step, request); what the connector is like, see ConnectorRule."""
+    """An observed run: its steps in order, one for each that the scenario schedules; what the connector is like, see
+    ConnectorRule."""
 
     steps: Iterable[Scheduled]
-    later: frozenset[tuple[int, str]] = frozenset()
     requires_kv_delivery: bool = True
     restores_windows: bool = False
 
@@ -54,7 +53,6 @@ class FollowingScheduler(Scheduler):
         self._answers = FollowedConnector(observed) if scenario.connector is not None else None
         super().__init__(scenario, rules, self._answers)
         self._observed = iter(observed.steps)
-        self._later = observed.later
 
     def schedule(self) -> Plan:
         """The next observed step. Raises PredictedError where vLLM raises."""
@@ -118,7 +116,8 @@ class FollowingScheduler(Scheduler):
         request = self._waiting_request(name)
         if request is None or self._answers is None:
             return None
-        self._answers.answer = (answer, (step.step, name) in self._later)
+        # Who was granted tokens and computes none in this step, loads them.
+        self._answers.answer = (answer, name in step.external and name not in step.scheduled)
         return self._find_computed(request, plan)
 
     def _follow_admission(self, request: Request, found: Found, step: Scheduled, plan: Plan) -> None:

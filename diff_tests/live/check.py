@@ -10,7 +10,16 @@ from rich.console import Console
 from rich.text import Text
 
 from diff_tests.live.rebuild import Rebuilt, rebuild
-from diff_tests.live.trace import LoadRecord, MetaRecord, ReceivedRecord, StepRecord, Stream, Trace
+from diff_tests.live.trace import (
+    LoadRecord,
+    MetaRecord,
+    RaisedRecord,
+    ReceivedRecord,
+    StepRecord,
+    StoppedRecord,
+    Stream,
+    Trace,
+)
 from diff_tests.report import MOST_SHOWN, finding_document, headline
 from diff_tests.run import Judged, Verdict, explain_known, verdict_of
 from oracle.compare import compare
@@ -107,7 +116,6 @@ def _follow(rebuilt: Rebuilt) -> tuple[History, Finding | None, int, str | None]
 def _observed(rebuilt: Rebuilt, steps: list[Scheduled]) -> Observed:
     return Observed(
         steps,
-        frozenset(rebuilt.later),
         requires_kv_delivery=rebuilt.requires_kv_delivery,
         restores_windows=rebuilt.contract is not None and rebuilt.contract.rule().restores_windows,
     )
@@ -144,19 +152,35 @@ def _on_rank(finding: Finding, rank: int) -> Finding:
 def _workers(trace: Trace, rebuilt: Rebuilt) -> list[Finding]:
     """What laws 5 and 6 say of metadata whose form nobody knows, and of steps that a worker left out."""
     sent: dict[tuple[int, int], dict[str, Any]] = {}
-    scheduled = set()
+    scheduled = {record.step for record in rebuilt.history if isinstance(record, Scheduled) and record.scheduled}
     for line in trace.scheduler.lines:
         record = line.record
         if isinstance(record, StepRecord):
             sent[record.k, 0] = record.selected
-            if record.scheduled:
-                scheduled.add(record.k)
         elif isinstance(record, MetaRecord):
             sent[record.k, record.c] = record.selected
     findings: list[Finding] = []
+    for stream in _streams(trace):
+        findings += _raised(stream)
     for stream in trace.workers:
         findings += _routed(stream, sent, rebuilt)
         findings += _left_out(stream, sent, scheduled)
+    return findings
+
+
+def _raised(stream: Stream) -> list[Finding]:
+    """Law 7: what the connector raised."""
+    findings = []
+    step = 0
+    for line in stream.lines:
+        record = line.record
+        step = getattr(record, "k", step)
+        if isinstance(record, RaisedRecord):
+            message = f"step {step}: {record.type} in the connector's {record.hook} ({line.place})"
+            finding = Finding(
+                kind="crash", law=7, cause="connector_exception", step=step, observed=record.type, message=message
+            )
+            findings.append(finding)
     return findings
 
 
@@ -216,6 +240,12 @@ def _notes(trace: Trace, rebuilt: Rebuilt) -> list[str]:
         notes.append(f"{name} is one of several connectors: selection and fills were not judged")
     if not trace.workers:
         notes.append("no worker's files: what the workers received was not judged")
+    notes += [
+        f"{line.place}: the probe failed ({line.record.type} in {line.record.hook}) and recorded no more"
+        for stream in _streams(trace)
+        for line in stream.lines
+        if isinstance(line.record, StoppedRecord)
+    ]
     notes += [f"{stream.parts[-1].name}: the last line is torn" for stream in _streams(trace) if stream.is_cut]
     return notes
 

@@ -94,7 +94,7 @@ def _scripted(steps: Iterable[AnyStep], rebuilt: Rebuilt) -> list[AnyStep]:
     for record in rebuilt.history:
         if isinstance(record, Scheduled):
             for name, num_external in record.external.items():
-                granted.setdefault(name, (num_external, (record.step, name) in rebuilt.later))
+                granted.setdefault(name, (num_external, name not in record.scheduled))
     scripted: list[AnyStep] = []
     for step in steps:
         if isinstance(step, Add) and granted.get(step.id, (0, False))[0]:

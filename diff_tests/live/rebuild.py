@@ -28,13 +28,13 @@ from diff_tests.live.trace import (
     LoadRecord,
     MemoryRecord,
     MetaRecord,
+    Pairs,
     RaisedRecord,
     ReceivedRecord,
     ResetRecord,
     Selected,
     StateRecord,
     StepRecord,
-    StoppedRecord,
     Stream,
     Trace,
     TraceError,
@@ -55,9 +55,8 @@ class Rebuilt:
     """A recorded run in our words.
 
     places: for each record of the history, the line of the trace that it comes from. gaps: why the model cannot follow,
-    from which step on (0: at all). later: whether answers of a step's admissions load asynchronously, by (step, request).
-    others: what workers besides the first received, by rank and step. ids: vLLM's request IDs by name; names: by number and
-    by ID. is_alone: no other child of a MultiConnector is probed.
+    from which step on (0: at all). others: what workers besides the first received, by rank and step. ids: vLLM's request
+    IDs by name; names: by number and by ID. is_alone: no other child of a MultiConnector is probed.
     """
 
     scenario: Scenario
@@ -67,7 +66,6 @@ class Rebuilt:
     contract: Contract | None
     gaps: list[tuple[int, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    later: set[tuple[int, str]] = field(default_factory=set)
     others: dict[int, dict[int, Selections | None]] = field(default_factory=dict)
     ids: dict[str, str] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
@@ -113,11 +111,12 @@ class _Rebuilder:
         self._places: list[str] = []
         self._gaps: list[tuple[int, str]] = []
         self._notes: list[str] = []
-        self._later: set[tuple[int, str]] = set()
-        self._asked: list[tuple[int, int, int | None, bool]] = []
+        self._asked: list[tuple[int, int, int | None]] = []
         self._external: dict[int, int] = {}
         self._loaded_now: list[int] = []
         self._finished: list[tuple[int, int]] = []
+        self._scheduled_now: Pairs = []
+        self._new_now: Pairs = []
         self._step = 0
         self._updates = 0
         self._has_beginning = True
@@ -145,7 +144,6 @@ class _Rebuilder:
             contract=contract,
             gaps=gaps,
             notes=self._notes,
-            later=self._later,
             others=others,
             ids={life.name: life.add.id for life in self._lives.values()},
             names={
@@ -233,8 +231,6 @@ class _Rebuilder:
             self._note(Acted(step=self._step, action="reset_prefix_cache", tables=self._named_tables()), line)
         elif isinstance(record, RaisedRecord):
             self._gap(f"the connector raised {record.type} in {record.hook}", line)
-        elif isinstance(record, StoppedRecord):
-            self._notes.append(f"{line.place}: the probe failed ({record.type} in {record.hook}) and recorded no more")
 
     def _gap(self, reason: str, line: Line) -> None:
         self._gaps.append((self._step, f"{reason} ({line.place})"))
@@ -278,18 +274,14 @@ class _Rebuilder:
 
     def _ask(self, record: AskRecord, line: Line) -> None:
         self._life(record.n, line)
-        answer, is_later = record.answer
+        answer, _ = record.answer
         if record.c and self._asked and self._asked[-1][0] == record.n:
             # MultiConnector asks one child after the other and takes the first that has tokens.
-            n, local, before, was_later = self._asked[-1]
-            if before is None or answer is None:
-                self._asked[-1] = (n, local, None, False)
-            elif before == 0:
-                self._asked[-1] = (n, local, answer, is_later)
-            else:
-                self._asked[-1] = (n, local, before, was_later)
+            n, local, before = self._asked[-1]
+            unknown = before is None or answer is None
+            self._asked[-1] = (n, local, None if unknown else before or answer)
             return
-        self._asked.append((record.n, record.local, answer, is_later))
+        self._asked.append((record.n, record.local, answer))
 
     def _loaded(self, record: LoadedRecord, line: Line) -> None:
         self._loaded_now += record.recving
@@ -305,7 +297,9 @@ class _Rebuilder:
             raise TraceError(line.path, line.number, f"step {record.k} follows step {self._step}; a line is missing")
         self._step = record.k
         lives = self._lives
-        for n, _ in record.scheduled:
+        if record.scheduled is not None:
+            self._scheduled_now = record.scheduled
+        for n, _ in self._scheduled_now:
             self._life(n, line)
         for n in record.preempted:
             self._tables.pop(n, None)
@@ -317,14 +311,13 @@ class _Rebuilder:
             lives[n].was_admitted = True
         admissions = dict.fromkeys(starts, 0)
         external = {**self._external, **{n: 0 for n in admissions if n not in self._external}}
-        asked = {n: (local, is_later) for n, local, _, is_later in self._asked}
-        self._later.update((self._step, lives[n].name) for n in external if n not in starts and n in asked)
+        asked = {n: local for n, local, _ in self._asked}
         hits = {n: starts[n] - granted for n, granted in external.items() if n in starts}
-        hits.update((n, asked[n][0]) for n in external if n not in starts and n in asked)
+        hits.update((n, asked[n]) for n in external if n not in starts and n in asked)
         selected = self._named(record.selected, line)
         step = Scheduled(
             step=self._step,
-            scheduled=self._by_name(dict(record.scheduled)),
+            scheduled=self._by_name(dict(self._scheduled_now)),
             admitted=[lives[n].name for n in fresh],
             resumed=[lives[n].name for n in resumed],
             preempted=sorted(lives[n].name for n in record.preempted if n in lives),
@@ -332,7 +325,7 @@ class _Rebuilder:
             external=self._by_name(external),
             zeroed=list(record.zeroed),
             copies=[(source, target) for source, target in record.copies],
-            asked=[(lives[n].name, local, answer) for n, local, answer, _ in self._asked],
+            asked=[(lives[n].name, local, answer) for n, local, answer in self._asked],
             selected=selected,
             tables=self._named_tables(),
         )
@@ -365,7 +358,9 @@ class _Rebuilder:
             raise TraceError(line.path, line.number, f"the output of step {record.k} comes before the step")
         self._updates = record.k
         new_tokens = dict(self._finished)
-        for n, count in record.new:
+        if record.new is not None:
+            self._new_now = record.new
+        for n, count in self._new_now:
             life = self._life(n, line)
             life.known += count
             life.num_outputs += count

@@ -159,12 +159,12 @@ Patch = tuple[int, list[int]]
 
 
 class StepRecord(_Record, frozen=True, tag="step"):
-    """A call of `schedule`. scheduled, drafts: (request, tokens); start: (request, tokens computed before) of those
-    admitted; tables: (request, patches by group)."""
+    """A call of `schedule`. scheduled, drafts: (request, tokens), `scheduled` None where it is as in the step before;
+    start: (request, tokens computed before) of those admitted; tables: (request, patches by group)."""
 
     k: int
-    scheduled: Pairs
-    selected: dict[str, Any]
+    scheduled: Pairs | None = None
+    selected: dict[str, Any] = {}
     at: float = 0.0
     new: list[int] = []
     resumed: list[int] = []
@@ -200,8 +200,10 @@ class EndRecord(_Record, frozen=True, tag="end"):
 
 
 class UpdateRecord(_Record, frozen=True, tag="update"):
+    """The output of step k was processed. new: (request, tokens), None where it is as in the update before."""
+
     k: int
-    new: Pairs
+    new: Pairs | None = None
     prefix: list[tuple[int, list[Digest]]] = []
     at: float = 0.0
     token_ids: list[tuple[int, list[int]]] = []
@@ -232,7 +234,7 @@ class MemoryRecord(_Record, frozen=True, tag="memory"):
 
 class ReceivedRecord(_Record, frozen=True, tag="received"):
     k: int
-    selected: dict[str, Any]
+    selected: dict[str, Any] = {}
     c: int = 0
 
 

@@ -57,7 +57,7 @@ def test_a_recorded_run_is_followed_to_its_end():
     assert checked.notes == []
 
 
-@pytest.mark.parametrize("num_bytes", [3000, 6000, 12000, 30000])
+@pytest.mark.parametrize("num_bytes", [3000, 6000, 12000, 26000])
 def test_a_trace_cut_off_anywhere_is_judged_as_far_as_it_goes(folder: Path, num_bytes: int):
     path = folder / SCHEDULER
     path.write_bytes(path.read_bytes()[:num_bytes])
@@ -146,6 +146,25 @@ def test_files_of_two_engines_are_told_apart(folder: Path):
     shutil.copy(folder / SCHEDULER, folder / "scheduler-other.000.jsonl")
     with pytest.raises(TraceError, match="several engines"):
         read_trace([folder])
+
+
+def test_what_the_connector_raised_is_a_finding(folder: Path):
+    path = folder / WORKER
+    count = len(records(path))
+    with path.open("a") as file:
+        file.write(json.dumps({"i": count, "t": "raised", "hook": "start_load_kv", "type": "IndexError"}) + "\n")
+    (judged,) = check(folder).findings
+    assert (judged.finding.law, judged.finding.cause) == (7, "connector_exception")
+    assert "IndexError in the connector's start_load_kv" in judged.finding.message
+
+
+def test_a_probe_that_stopped_says_so(folder: Path):
+    path = folder / SCHEDULER
+    lines = path.read_text().splitlines(keepends=True)[:60]
+    path.write_text("".join(lines) + json.dumps({"i": 60, "t": "stopped", "hook": "take_events", "type": "OSError"}) + "\n")
+    checked = check(folder)
+    assert checked.verdict == "same"
+    assert any("the probe failed (OSError in take_events)" in note for note in checked.notes)
 
 
 def test_an_unknown_vllm_is_judged_by_the_laws_alone(folder: Path):

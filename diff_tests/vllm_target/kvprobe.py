@@ -37,14 +37,15 @@ Scheduler. Requests are numbered (`n`) in order of arrival:
               has), prefix (a digest for each whole hash block)
     ask       n, local (tokens shown), answer [external or null, asynchronous]
     alloc     n, external: granted tokens
-    step      k (from 1), at, scheduled [[n, tokens]], new [n], resumed [n], preempted [n], start [[n, tokens computed
-              before]] of those admitted, drafts [[n, count]], zeroed [block], copies [[from, to]],
-              tables [[n, [patches of group 0, ...]]]: each patch [position, block IDs] overwrites or extends the table,
-              [-1, block IDs] replaces it; null is 0. selected: see below
+    step      k (from 1), at, scheduled [[n, tokens]] (left out: as in the step before), new [n], resumed [n],
+              preempted [n], start [[n, tokens computed before]] of those admitted, drafts [[n, count]], zeroed [block],
+              copies [[from, to]], tables [[n, [patches of group 0, ...]]]: each patch [position, block IDs] overwrites
+              or extends the table, [-1, block IDs] replaces it; null is 0. selected: see below
     meta      k, c, selected: what another child of MultiConnector built in step k
     loaded    recving, sending, failed [n]: transfers that a worker reported as ended
     end       n, status, tokens, delayed (the connector keeps the blocks for now)
-    update    k, at, new [[n, tokens]], prefix [[n, [digests of whole hash blocks since]]]: output of step k was processed
+    update    k, at, new [[n, tokens]] (left out: as in the update before), prefix [[n, [digests of whole hash blocks
+              since]]]: output of step k was processed
     reset     the prefix cache was emptied since the record before
     raised    hook, type: the connector raised
 Worker:
@@ -53,12 +54,13 @@ Worker:
     load      k, written (with verify): per layer and group: changed, equal [blocks that were to be written], values
               [[element in hex, blocks that consist of it]], mixed [other blocks], outside [blocks changed unasked],
               num_others (blocks looked at that nobody was to write), block_bytes
-`selected` is {request: {groups: [[block IDs]], tokens}}, by n in the scheduler and by id in a worker; metadata of another
-form is {"form": its plain values}, every string and token list a digest.
+`selected` is {} where it is left out, else {request: {groups: [[block IDs]], tokens}}, by n in the scheduler and by id in a
+worker; metadata of another form is {"form": its plain values}, every string and token list a digest.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import enum
@@ -257,7 +259,11 @@ class Tape:
 
     def write(self, record: dict[str, Any]) -> None:
         """One line, handed to the system at once, so that a killed process loses nothing."""
-        data = f'{{"i":{self._num_records},{self._encode(record)[1:]}\n'.encode()
+        self.write_body(self._encode(record)[1:])
+
+    def write_body(self, body: str) -> None:
+        """A record as JSON text without its opening brace."""
+        data = f'{{"i":{self._num_records},{body}\n'.encode()
         self._num_records += 1
         self._written += len(data)
         while data:
@@ -451,7 +457,7 @@ class Known:
     num_nulls: leading nulls by group. lists: the manager's own lists, as the connector was shown them in step
     alloc_step."""
 
-    __slots__ = ("alloc_step", "lists", "n", "num_nulls", "num_prefixes", "num_tokens", "request", "tables")
+    __slots__ = ("alloc_step", "ended", "lists", "n", "num_nulls", "num_prefixes", "num_tokens", "request", "tables")
 
     def __init__(self, n: int, request: Any) -> None:
         self.n = n
@@ -462,6 +468,7 @@ class Known:
         self.num_nulls: list[int] = []
         self.lists: Any = None
         self.alloc_step = 0
+        self.ended = False
 
 
 class SchedulerTape(Tape):
@@ -476,8 +483,15 @@ class SchedulerTape(Tape):
         self._managers: Any = None
         self._pool: Any = None
         self._key_map: Any = None
+        self._bound: dict[str, Any] = {}
         # How a group's tables may change from step to step decides how they are looked at.
         self._watch = [_watch_of(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+        self._only_grow = all(watch == "end" for watch in self._watch)
+        self._allocated: list[str] = []
+        # Most steps are like the one before: what repeats is left out.
+        self._last_scheduled: dict[str, int] | None = None
+        self._last_new: list[list[int]] | None = None
+        self._in_flight: collections.deque[list[Known]] = collections.deque()
 
     # -- hooks: each is called after the connector's own method, with its answer ----------------------------------------
 
@@ -516,6 +530,7 @@ class SchedulerTape(Tape):
         if c == 0:
             known.lists = getattr(blocks, "blocks", None)
             known.alloc_step = self._num_steps + 1
+            self._allocated.append(request.request_id)
         self.write(_with_c(c, {"t": "alloc", "n": known.n, "external": num_external_tokens}))
 
     def build_connector_meta(self, c: int, answer: Any, scheduler_output: Any) -> None:
@@ -560,6 +575,7 @@ class SchedulerTape(Tape):
         if delayed:
             end["delayed"] = True
         self.write(end)
+        known.ended = True
         del self._known[request.request_id]
 
     request_finished = request_finished_all_groups
@@ -569,23 +585,29 @@ class SchedulerTape(Tape):
         if c:
             return
         self._num_updates += 1
-        new, prefixes, token_ids = [], [], []
-        for known in self._known.values():
+        new: list[list[int]] = []
+        prefixes: list[Any] = []
+        token_ids: list[Any] = []
+        for known in self._in_flight.popleft() if self._in_flight else ():
             num_tokens = known.request.num_tokens
-            if num_tokens == known.num_tokens:
+            num_before = known.num_tokens
+            if num_tokens == num_before or known.ended:
                 continue
-            new.append([known.n, num_tokens - known.num_tokens])
-            if self.keeps_tokens:
-                token_ids.append([known.n, list(known.request.all_token_ids[known.num_tokens :])])
+            new.append([known.n, num_tokens - num_before])
             known.num_tokens = num_tokens
+            if self.keeps_tokens:
+                token_ids.append([known.n, list(known.request.all_token_ids[num_before:])])
             if len(known.request.block_hashes) > known.num_prefixes:
                 prefixes.append([known.n, self._new_prefixes(known)])
-        record: dict[str, Any] = {"t": "update", "k": self._num_updates, "at": round(time.time(), 6), "new": new}
+        record: dict[str, Any] = {}
+        if new != self._last_new:
+            record["new"] = self._last_new = new
         if prefixes:
             record["prefix"] = prefixes
         if token_ids:
             record["token_ids"] = token_ids
-        self.write(record)
+        head = f'"t":"update","k":{self._num_updates},"at":{time.time():.6f}'
+        self.write_body(f"{head},{self._encode(record)[1:]}" if record else f"{head}}}")
         self.rotate_if_due()
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -655,29 +677,29 @@ class SchedulerTape(Tape):
         for request_id, start in zip(cached.req_ids, cached.num_computed_tokens, strict=False):
             if request_id in cached.resumed_req_ids:
                 self._admit(known[request_id], start, resumed, starts)
-        record: dict[str, Any] = {
-            "t": "step",
-            "k": self._num_steps,
-            "at": round(time.time(), 6),
-            "scheduled": [[known[i].n, tokens] for i, tokens in output.num_scheduled_tokens.items()],
-        }
-        drafts = [[known[i].n, len(ids)] for i, ids in (output.scheduled_spec_decode_tokens or {}).items() if i in known]
-        zeroed = list(getattr(output, "new_block_ids_to_zero", None) or ())
-        copies = [[c.src_block_id, c.dst_block_id] for c in getattr(output, "kv_cache_block_copies", None) or ()]
-        tables = self._table_patches(set(preempted))
+        scheduled = output.num_scheduled_tokens
+        self._in_flight.append([known[i] for i in scheduled])
+        record: dict[str, Any] = {}
+        if scheduled != self._last_scheduled:
+            self._last_scheduled = dict(scheduled)
+            record["scheduled"] = [[known[i].n, tokens] for i, tokens in scheduled.items()]
+        drafts = output.scheduled_spec_decode_tokens
         optional = {
             "new": new,
             "resumed": resumed,
             "preempted": preempted,
             "start": starts,
-            "drafts": drafts,
-            "zeroed": zeroed,
-            "copies": copies,
-            "tables": tables,
+            "drafts": [[known[i].n, len(ids)] for i, ids in drafts.items() if i in known] if drafts else None,
+            "zeroed": getattr(output, "new_block_ids_to_zero", None),
+            "copies": [[c.src_block_id, c.dst_block_id] for c in getattr(output, "kv_cache_block_copies", None) or ()],
+            "tables": self._table_patches(preempted, cached),
         }
         record.update((key, value) for key, value in optional.items() if value)
-        record["selected"] = self._selected(metadata)
-        self.write(record)
+        selected = self._selected(metadata)
+        if selected:
+            record["selected"] = selected
+        head = f'"t":"step","k":{self._num_steps},"at":{time.time():.6f}'
+        self.write_body(f"{head},{self._encode(record)[1:]}" if record else f"{head}}}")
 
     def _admit(self, known: Known, start: int, admitted: list[int], starts: list[list[int]]) -> None:
         admitted.append(known.n)
@@ -690,27 +712,40 @@ class SchedulerTape(Tape):
             return {"form": self.plain.of(metadata)}
         return {str(self._known[i].n) if i in self._known else i: _selection(fill) for i, fill in fills.items()}
 
-    def _table_patches(self, preempted: set[int]) -> list[Any]:
+    def _table_patches(self, preempted: list[int], cached: Any) -> list[Any]:
+        """(request, patches by group) of every table that has changed since the step before."""
+        for request_id in self._preempted_ids(preempted):
+            known = self._known[request_id]
+            known.tables = None
+            if known.alloc_step != self._num_steps:
+                known.lists = None  # who was sent back and taken in again in this step has new ones
         patches = []
-        for request_id, known in self._known.items():
-            if known.n in preempted:
-                known.tables = None
-                if known.alloc_step != self._num_steps:
-                    known.lists = None  # who was sent back and taken in again in this step has new ones
+        for request_id in self._candidates(cached):
+            known = self._known[request_id]
             lists = self._lists_of(request_id, known)
             if lists is None:
                 continue
             if known.tables is None:
-                if not any(lists):
-                    continue
-                known.tables = [[block.block_id for block in table] for table in lists]
-                known.num_nulls = [_leading_nulls(table, 0) for table in known.tables]
-                patches.append([known.n, [[[-1, list(table)]] for table in known.tables]])
+                if any(lists):
+                    known.tables = [[block.block_id for block in table] for table in lists]
+                    known.num_nulls = [_leading_nulls(table, 0) for table in known.tables]
+                    patches.append([known.n, [[[-1, list(table)]] for table in known.tables]])
                 continue
             changed = [self._patch(known, group, table) for group, table in enumerate(lists)]
             if any(changed):
                 patches.append([known.n, changed])
+        self._allocated.clear()
         return patches
+
+    def _preempted_ids(self, preempted: list[int]) -> list[str]:
+        return [i for i, known in self._known.items() if known.n in preempted] if preempted else []
+
+    def _candidates(self, cached: Any) -> Any:
+        """Requests whose tables may have changed: where tables only grow, those that were given blocks."""
+        if not self._only_grow:
+            return list(self._known)
+        grown = [i for i, ids in zip(cached.req_ids, cached.new_block_ids, strict=False) if ids is not None]
+        return dict.fromkeys([*self._allocated, *grown])
 
     def _lists_of(self, request_id: str, known: Known) -> Any:
         if self._managers is not None:
@@ -746,13 +781,14 @@ class SchedulerTape(Tape):
         return patches
 
     def state(self) -> dict[str, Any]:
+        self._last_scheduled = self._last_new = None
         requests = []
         for known in self._known.values():
             entry = self._request(known)
             entry.update(tokens=known.num_tokens, tables=known.tables)
             entry["prefix"] = [self.secret.of(bytes(key)) for key in known.request.block_hashes[: known.num_prefixes]]
             requests.append(entry)
-        bound = {k: v for k, v in getattr(self, "_bound", {}).items() if k != "t"}
+        bound = {k: v for k, v in self._bound.items() if k != "t"}
         return {"t": "state", "k": self._num_steps, "updates": self._num_updates, "requests": requests, **bound}
 
 
@@ -811,7 +847,10 @@ class WorkerTape(Tape):
             selected: dict[str, Any] = {"form": self.plain.of(connector_metadata)}
         else:
             selected = {self.request_id(i): _selection(fill) for i, fill in fills.items()}
-        self.write(_with_c(c, {"t": "received", "k": self._step[c], "selected": selected}))
+        if selected or c:
+            self.write(_with_c(c, {"t": "received", "k": self._step[c], "selected": selected}))
+        else:
+            self.write_body(f'"t":"received","k":{self._step[c]}}}')
 
     def before_start_load_kv(self, c: int) -> Any:
         """Checksums of the blocks to be written and of some others, before the load."""
