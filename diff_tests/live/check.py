@@ -234,10 +234,10 @@ def _left_out(stream: Stream, sent: dict[tuple[int, int], dict[str, Any]], sched
 def _notes(trace: Trace, rebuilt: Rebuilt) -> list[str]:
     notes = list(rebuilt.notes)
     name = trace.start.connector.name
-    if rebuilt.contract is None:
-        notes.append(f"no contract for connector {name}: selection and fills were not judged")
-    elif not rebuilt.is_alone:
+    if not rebuilt.is_alone:
         notes.append(f"{name} is one of several connectors: selection and fills were not judged")
+    elif rebuilt.contract is None:
+        notes.append(f"no contract for connector {name}: selection and fills were not judged")
     if not trace.workers:
         notes.append("no worker's files: what the workers received was not judged")
     notes += [

@@ -127,9 +127,9 @@ class _Rebuilder:
         self._look_ahead()
         rows = {layer: rows for worker in self._workers for layer, rows in worker.rows_per_block.items()}
         geometry = geometry_of(self._trace.start, self._num_blocks, rows)
-        # The contract depends on groups and connector alone.
+        # The contract depends on groups and connector alone. Of several connectors none answers for the engine.
         bare = Scenario(engine=geometry.engine, connector=geometry.connector, groups=geometry.groups, steps=())
-        contract = contract_for(bare, geometry.rules)
+        contract = contract_for(bare, geometry.rules) if self._is_alone else None
         self._begin(bare, geometry)
         for line in self._trace.scheduler.lines[1:]:
             self._take(line, contract)
