@@ -2,9 +2,9 @@
 
 A detector is called at one moment of a walk through a history, and says whether, or how often, the behaviour shows there.
 The moments: once for the scenario; after each call of the scheduler, or only after one that admits (for each request),
-preempts, leaves somebody waiting, computes a part of a prompt, copies blocks, or changes what is cached; after each update,
-or only one that frees blocks; after an action outside a step; at an exception; and at the end. `possible` keeps a detector
-away from scenarios that cannot show its behaviour, `exists` from releases that do not have it.
+preempts, leaves somebody waiting, computes a part of a prompt, copies blocks, changes tables, or changes what is cached;
+after each update, or only one that frees blocks; after an action outside a step; at an exception; and at the end.
+`possible` keeps a detector away from scenarios that cannot show its behaviour, `exists` from releases without it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from sim.geometry import FULL_LIKE
 from sim.history import Acted, Failure, Scheduled, Table, Updated
 from sim.releases import Rules
 from sim.scenario import (
-    RSWA,
     Add,
     AnyGroup,
     ChunkedLocal,
@@ -39,6 +38,7 @@ Moment = Literal[
     "wait",
     "prefill",
     "copy",
+    "allocation",
     "keys",
     "update",
     "free",
@@ -187,7 +187,9 @@ def _may_hit_inside(scenario: Scenario) -> bool:
 def kind_exists(kind: str) -> Callable[[Rules], bool]:
     """Whether a release knows the kind."""
     if kind == "mamba all":
-        return lambda rules: not rules.mamba_prefix_caching_requires_align
+        return lambda rules: rules.mamba_mode_all_exists
+    if kind == "sliding_window_mla replayed":
+        return lambda rules: rules.bounded_replay_exists
     return _always
 
 
@@ -298,12 +300,12 @@ def _freed_back(walk: Walk, record: Updated) -> bool:
     return bool(walk.free) and walk.free[-1] not in walk.free_before
 
 
-@shows("pool used up", "schedule")
+@shows("pool used up", "allocation")
 def _used_up(walk: Walk, record: Scheduled) -> bool:
     return not walk.free
 
 
-@shows("blocks zeroed", "schedule")
+@shows("blocks zeroed", "allocation")
 def _zeroed(walk: Walk, record: Scheduled) -> int:
     return len(record.zeroed)
 
@@ -325,14 +327,14 @@ for _kind in ("stored", "removed", "cleared"):
 _section = "kinds of groups"
 
 
-@shows("nulls in a table", "schedule")
+@shows("nulls in a table", "allocation")
 def _nulls(walk: Walk, record: Scheduled) -> bool:
     return walk.tables is not walk.tables_before and any(0 in table for tables in walk.tables.values() for table in tables)
 
 
 for _kind in SKIPPING_KINDS:
 
-    @shows(f"blocks released early: {_kind}", "schedule", kind=_kind, exists=kind_exists(_kind))
+    @shows(f"blocks released early: {_kind}", "allocation", kind=_kind, exists=kind_exists(_kind))
     def _released_early(walk: Walk, record: Scheduled, kind: str = _kind) -> bool:
         indexes = [index for index, group in enumerate(walk.groups) if group[1] == kind]
         for request_id in record.scheduled:
@@ -381,7 +383,7 @@ def _has_speculative_blocks(scenario: Scenario) -> bool:
     return any(isinstance(g, Mamba) and g.mode == "align" and g.speculative_blocks for g in scenario.groups)
 
 
-@shows("speculative blocks move behind the new state", "schedule", possible=_has_speculative_blocks)
+@shows("speculative blocks move behind the new state", "allocation", possible=_has_speculative_blocks)
 def _relocated(walk: Walk, record: Scheduled) -> bool:
     return any(
         block and now != block and block in after
@@ -689,9 +691,9 @@ def _steps(walk: Walk, record: Scheduled) -> int:
     return 1
 
 
-@shows("admissions", "schedule")
-def _admissions(walk: Walk, record: Scheduled) -> int:
-    return len(record.admitted)
+@shows("admissions", "admission")
+def _admissions(walk: Walk, life: Life, record: Scheduled) -> bool:
+    return life.id in record.admitted
 
 
 @shows("preemptions", "preemption")
@@ -699,9 +701,9 @@ def _preemptions(walk: Walk, record: Scheduled) -> int:
     return len(record.preempted)
 
 
-@shows("resumptions", "schedule")
-def _resumptions(walk: Walk, record: Scheduled) -> int:
-    return len(record.resumed)
+@shows("resumptions", "admission")
+def _resumptions(walk: Walk, life: Life, record: Scheduled) -> bool:
+    return life.id in record.resumed
 
 
 @shows("several preempted in one step", "preemption")
@@ -791,6 +793,7 @@ def _threshold_off(walk: Walk, record: Scheduled) -> bool:
     "long-prefill threshold adapted to the requests",
     "prefill",
     possible=lambda s: s.engine.long_prefill_adaptive and s.engine.long_prefill_token_threshold > 0,
+    exists=lambda rules: rules.long_prefill_threshold_adapts,
 )
 def _threshold_adapted(walk: Walk, record: Scheduled) -> bool:
     threshold = walk.engine.long_prefill_token_threshold
@@ -947,7 +950,7 @@ def _padded_alone(walk: Walk, record: Scheduled) -> bool:
     return len(record.scheduled) == 1 and any("padded" in life.facts for life in walk.admissions)
 
 
-@shows("a block for lookahead slots alone", "schedule", possible=_has_drafts)
+@shows("a block for lookahead slots alone", "allocation", possible=_has_drafts)
 def _lookahead(walk: Walk, record: Scheduled) -> bool:
     return any(
         isinstance(group, FULL_LIKE) and len(walk.tables[name][index]) > -(-walk.live[name].num_computed // size)
@@ -1215,7 +1218,7 @@ for _result in ("done", "refused"):
         return record.action == "reset_prefix_cache" and record.result == result
 
 
-@shows("reset with running requests", "schedule")
+@shows("reset with running requests", "preemption")
 def _reset_running(walk: Walk, record: Scheduled) -> bool:
     """Preempted and resumed in one call: they had to go before it."""
     return bool(record.resumed) and not set(record.resumed).isdisjoint(record.preempted)
@@ -1323,14 +1326,6 @@ def _load_and_replay(walk: Walk, record: Scheduled) -> bool:
 @shows("retention interval: resumption with a local hit", "admission", possible=lambda s: bool(s.engine.retention_interval))
 def _interval_resumed(walk: Walk, life: Life, record: Scheduled) -> bool:
     return life.local > 0 and life.num_preemptions > 0
-
-
-@shows("outputs of a reference window released, then preempted", "preemption", possible=_has(RSWA))
-def _rswa_preempted(walk: Walk, record: Scheduled) -> bool:
-    indexes = [index for index, group in enumerate(walk.groups) if group[1] == "rswa"]
-    return any(
-        0 in walk.tables_before[name][index] for name in record.preempted if name in walk.tables_before for index in indexes
-    )
 
 
 @shows(

@@ -163,6 +163,8 @@ class Coverage:
         for life in walk.admissions:
             self._count(detectors["admission"], walk, life, record)
             count.hits += life.local > 0
+        if walk.tables is not walk.tables_before:
+            self._count(detectors["allocation"], walk, record)
         if walk.keys is not walk.keys_before:
             self._count(detectors["keys"], walk, record)
         if walk.computes_prompt:
