@@ -27,7 +27,7 @@ class Act(NamedTuple):
 
 
 def matrix(block: int) -> list[Act]:
-    """All acts, for an engine with blocks of `block` tokens."""
+    """All acts, for an engine in which an entry of a block table stands for `block` tokens."""
     return [
         Act("table", "1,616 of 1,621 tokens shared, while the first lives; then an exact replay", tuple(_table())),
         Act("seed", "a prompt that nobody had before", (_add("seed", ("seed", 4 * block + 3)), _RUN)),

@@ -40,6 +40,12 @@ class Model:
     block: int = 32
     settings: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def tokens_per_entry(self) -> int:
+        """Tokens that an entry of a block table stands for: a block on each rank that shares a context."""
+        ranks: int = self.settings.get("decode_context_parallel_size", 1)
+        return self.block * ranks
+
 
 def _model(name: str, about: str, architecture: str, model_type: str, config: dict[str, Any], **rest: Any) -> Model:
     return Model(name, about, {**_COMMON, "architectures": [architecture], "model_type": model_type, **config}, **rest)

@@ -132,7 +132,7 @@ def run_model(target: Target, model: Model, connector: str, http: bool) -> Model
     """The matrix in one engine of the target's vLLM: in its child, which is used up, or over HTTP. connector: as the probe
     takes it. Raises TargetStartError where the server does not come up."""
     started = time.monotonic()
-    acts = matrix(model.block)
+    acts = matrix(model.tokens_per_entry)
     run = ModelRun(model, "over HTTP" if http else "in process")
     with tempfile.TemporaryDirectory(prefix="kvoracle-e2e-") as name:
         folder = Path(name)

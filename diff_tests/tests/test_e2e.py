@@ -63,7 +63,7 @@ class TestInAnEngine:
 class TestMatrix:
     @pytest.mark.parametrize("model", MODELS.values(), ids=lambda model: model.name)
     def test_every_model_gets_a_valid_scenario_and_distinct_tokens(self, model):
-        scenario = scenario_of(matrix(model.block), model)
+        scenario = scenario_of(matrix(model.tokens_per_entry), model)
         check(scenario)
         tokens = VocabularyTokens(scenario, VOCABULARY_SIZE)
         adds = [step for step in scenario.steps if isinstance(step, Add)]
