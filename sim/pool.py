@@ -209,8 +209,12 @@ class BlockPool:
             del self._later[key]
 
     def link_full(self, key: int, block_id: int, num_tokens: int | None) -> None:
-        """Links a block that is full now; keys of shorter prefixes, which it had while it filled, go."""
+        """Links a block that is full now; keys of shorter prefixes, which it had while it filled, go. Raises PredictedError
+        if it has the key of one that is no shorter, such as a state's of a checkpoint."""
         primary = self._primary.get(block_id)
+        length = self._lengths.get(block_id)
+        if length is not None and num_tokens is not None and length >= num_tokens:
+            raise PredictedError(f"block {block_id} has the key of {length} tokens, to be linked to that of {num_tokens}")
         if primary is not None and primary != key:
             self.drop_keys(block_id)
         self.link(key, block_id, num_tokens)

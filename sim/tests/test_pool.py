@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.pool import BlockPool, OutOfBlocksError
+from sim.pool import BlockPool, OutOfBlocksError, PredictedError
 
 
 def test_fresh_blocks_come_in_order_and_null_never():
@@ -104,3 +104,13 @@ def test_every_block_is_free_or_held(data):
         assert len(order) == pool.num_free == len(set(order))
         assert sorted(order + held) == list(range(1, pool.num_blocks))
         assert {b for b in range(1, pool.num_blocks) if pool.refs[b] == 0} == set(order)
+
+
+def test_a_full_block_may_have_had_the_key_of_a_shorter_prefix_only() -> None:
+    pool = BlockPool(4, caching=True)
+    block_id = pool.take(1)[0]
+    pool.link(7, block_id, 4)
+    with pytest.raises(PredictedError):
+        pool.link_full(8, block_id, 4)
+    pool.link_full(8, block_id, 6)
+    assert pool.primary_key(block_id) == 8
