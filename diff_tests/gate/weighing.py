@@ -42,7 +42,8 @@ def weigh(base: Ran, head: Ran) -> list[Weighed]:
     because it broke off before, is not held against head if base's release has the known issue. In a case with a new
     failure nothing counts as fixed: head may just not get there.
     """
-    ours, theirs = findings_of(head), findings_of(base)
+    are_releases = base.is_release and head.is_release
+    ours, theirs = findings_of(head, are_releases), findings_of(base, are_releases)
     base_faults = {judged.finding.fault for judged in theirs}
     head_faults = {judged.finding.fault for judged in ours}
     weighed = [Weighed(_word(judged, judged.finding.fault in base_faults, base.rules), judged) for judged in ours]
@@ -57,12 +58,12 @@ def _word(judged: Judged, is_in_base: bool, base_rules: Rules) -> Word:
     return "same" if is_in_base else "new failure"
 
 
-def findings_of(ran: Ran) -> list[Judged]:
-    """The findings that count: breaks of laws first, then divergences. In changed code a divergence that breaks no law is
-    a change of behaviour, unless the configuration is refused."""
+def findings_of(ran: Ran, are_releases: bool) -> list[Judged]:
+    """The findings that count: breaks of laws first, then divergences. Where a side is changed code, a divergence that
+    breaks no law is a change of behaviour, unless the configuration is refused."""
     judged = ran.outcome.findings
     broken = [j for j in judged if j.finding.law is not None]
-    counts_divergences = ran.is_release or _is_refusal(ran)
+    counts_divergences = are_releases or _is_refusal(ran)
     return broken + [j for j in judged if j.finding.law is None and counts_divergences]
 
 

@@ -97,7 +97,8 @@ def test_the_installed_connector_against_itself_shows_nothing(source: str, tmp_p
         result = gated(tmp_path / "run", connectors=connectors)
         assert result.verdict == "pass"
         assert result.changes == []
-        assert {entry.word for entry in result.candidates[0].entries.values()} == {"known"}
+        # Whether what both sides show is a known issue is for campaigns to say; nothing of it is head's doing.
+        assert {entry.word for entry in result.candidates[0].entries.values()} <= {"known", "same"}
 
 
 def test_a_repaired_known_issue_is_fixed(source: str, tmp_path: Path) -> None:
