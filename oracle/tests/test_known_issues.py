@@ -219,6 +219,28 @@ def test_another_exception_in_the_same_place_is_new(issue: KnownIssue) -> None:
             assert match(found, case, rules_of(issue.releases[-1])) is None
 
 
+@pytest.mark.parametrize("manager", ["MambaManager", "SingleTypeKVCacheManager"])
+@pytest.mark.parametrize(
+    ("group", "connector", "fits"),
+    [
+        ("{kind: mamba, block: 1, mode: align}", "{name: scripted}", True),
+        ("{kind: mamba, block: 1, mode: align}", "null", False),
+        ("{kind: mamba, block: 1}", "{name: scripted}", False),
+    ],
+)
+def test_whoever_misses_the_block_that_was_not_counted(manager: str, group: str, connector: str, fits: bool) -> None:
+    """The Mamba group, or a group behind it: one issue."""
+    trail = ["KVCacheCoordinator.allocate_new_blocks", f"{manager}.allocate_new_blocks", "BlockPool.get_new_blocks"]
+    found = msgspec.structs.replace(finding(7, "out_of_blocks", None), observed={**RAISED, "trail": trail})
+    case = scenario(
+        "{blocks: 20, max_model_len: 64}",
+        f"[{group}, {{kind: sliding_window, block: 1, window: 1}}]",
+        "[{step: 1}]",
+        connector,
+    )
+    assert (match(found, case, rules_of("0.32.0")) is not None) == fits
+
+
 def test_a_list_that_is_not_well_formed() -> None:
     with pytest.raises(ValueError, match="unknown condition"):
         entry('where = { colour = "red" }')
