@@ -524,6 +524,12 @@ class Replay:
             if stay.loads:
                 self.unloaded.append(stay)
             return
+        if stay is not None and not (stay.is_admitted or is_admitted or stay.loads):
+            # A prompt of one token that came whole counts as not computed at all: it is asked about and loaded again,
+            # into the blocks that it has, where what came before stays.
+            stay.num_local = stay.num_found
+            stay.loads = True
+            return
         if request in self.tables:
             self._leave(request)
         if self._restores_windows and num_external:

@@ -49,7 +49,7 @@ class Coordinator:
         """dropping: the groups whose hits lose their last block, for EAGLE."""
         self.managers = list(managers)
         self.setting = setting
-        self.partial_hits = setting.hit_alignment < setting.scheduler_block_size
+        self.partial_hits = setting.partial_hits
         self.lookup_sets = _lookup_sets(self.managers, dropping, setting.rules)
         for lookup_set in self.lookup_sets:
             for member in lookup_set.members:

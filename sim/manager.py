@@ -31,13 +31,15 @@ class KVCacheManager:
         lookahead = hash_lookahead(scenario, rules)
         self.prefixes = PrefixIndex(hash_block_size, lookahead, rules.adapter_and_salt_are_told_apart)
         dropping = dropping_groups(scenario, rules)
+        partial_hits = has_partial_hits(scenario, rules)
         self.setting = Setting(
             pool=self.pool,
             rules=rules,
             num_groups=len(scenario.groups),
             scheduler_block_size=self.scheduler_block_size,
             hash_block_size=hash_block_size,
-            hit_alignment=hash_block_size if has_partial_hits(scenario, rules) else self.scheduler_block_size,
+            hit_alignment=hash_block_size if partial_hits else self.scheduler_block_size,
+            partial_hits=partial_hits,
             retention_interval=engine.retention_interval,
             max_model_len=engine.max_model_len,
             max_in_flight_tokens=engine.max_num_batched_tokens * (2 if engine.async_scheduling else 1),

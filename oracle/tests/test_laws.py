@@ -1041,3 +1041,22 @@ def test_law_9_events_add_up() -> None:
         told.events = told.events + told.events[:1] if change > 0 else told.events[1:]
         findings = verdicts(DRAFTS, history)
         assert {(finding.kind, finding.law, finding.cause) for finding in findings} == {("event", 9, cause)}
+
+
+def test_law_3_a_prompt_of_one_token_is_loaded_again_over_what_came_before() -> None:
+    """It came whole, so its only token is to be computed anew, and it is asked about as if it were new; its block keeps
+    its key, and holds that token."""
+    case = scenario(
+        "{blocks: 4, max_model_len: 8}",
+        "[{kind: full, block: 1}]",
+        "[{add: {id: A, prompt: [[p, 1]], external: 2, load: async}}, {step: 1}, "
+        "{add: {id: B, prompt: [[b, 1]], max_tokens: 2}}, {load_done: A}, {step: 2}]",
+        "{name: scripted}",
+    )
+    history = history_of(case)
+    assert [record.external.get("A") for record in history if isinstance(record, Scheduled)] == [1, None, 1]
+    assert causes(case, history) == []
+    for record in history:
+        if isinstance(record, Updated) and "A" in record.arrived:
+            record.arrived.remove("A")
+    assert "key_wrong_tokens" in causes(case, history)

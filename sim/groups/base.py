@@ -21,7 +21,7 @@ from sim.scenario import AnyGroup
 class Setting:
     """What the groups of one engine share. Sizes and limits in tokens.
 
-    hit_alignment: hits end at multiples of it; below a group's block size, hits may end inside its blocks.
+    hit_alignment: hits end at multiples of it. partial_hits: hits may end inside a block.
     drops_last_block: the last block of hits is dropped somewhere, so requests resume one block earlier. drops_for_eagle:
     it is because of EAGLE, not only because a group is marked as a speculator's.
     hash_lookahead: tokens after a hash block that its key covers too. max_encoder_tokens: a request's share in the start-up
@@ -34,6 +34,7 @@ class Setting:
     scheduler_block_size: int
     hash_block_size: int
     hit_alignment: int
+    partial_hits: bool
     retention_interval: int | None
     max_model_len: int
     max_in_flight_tokens: int
