@@ -40,7 +40,7 @@ def test_generated_scenarios_are_filled_as_the_laws_say(target):
         wrong = [finding.message for finding in outcome.new_findings if finding.law in _CONNECTOR_LAWS]
         assert not wrong, wrong[0]
         num_written += sum(bool(record.written) for record in outcome.observed if isinstance(record, Scheduled))
-    assert num_written > NUM_GENERATED
+    assert num_written > NUM_GENERATED // 2
 
 
 def test_a_byte_outside_the_selection_is_found(device):

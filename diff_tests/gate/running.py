@@ -39,6 +39,7 @@ from sim.scenario import Scenario, dump, plain
 
 CASE_TIMEOUT_S = 20.0
 # Causes that explain others: blocks in the wrong layers often just look like wrong values, where groups share memory.
+_VAGUE = frozenset({"missing_block", "extra_block"})
 _TELLING = {"swapped_groups": 0, "whole_tensor": 1, "wrong_layers": 1}
 MAX_REDUCED = 3
 # Bounded by tries, so that a rerun finds the same; the time is for a machine that is far too slow.
@@ -101,7 +102,8 @@ class Candidate:
     @property
     def new_failures(self) -> list[Entry]:
         """Its new failures. The cause that most cases show first is at the head: what comes first in a case is the cause of
-        the rest. Some causes are never seen by chance and come before that; an exception says least and comes last."""
+        the rest. Some causes are never seen by chance and come before that; causes that only say that something is not
+        there come behind the others, and an exception, which says least, comes last."""
         first_causes: Counter[str] = Counter()
         for fault, count in self._first_faults.items():
             first_causes[fault.cause] += count
@@ -109,8 +111,10 @@ class Candidate:
         def rank(entry: Entry) -> tuple[int, int, int]:
             finding = entry.finding
             telling = _TELLING.get(finding.cause, 2) if first_causes[finding.cause] else 2
-            if finding.kind in ("crash", "hang"):
+            if finding.cause in _VAGUE:
                 telling = 3
+            if finding.kind in ("crash", "hang"):
+                telling = 4
             return telling, -first_causes[finding.cause], -self._first_faults[finding.fault]
 
         return sorted((entry for (word, _), entry in self.entries.items() if word == "new failure"), key=rank)

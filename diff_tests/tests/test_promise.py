@@ -20,11 +20,12 @@ NOT_GENERATED = {
     "load fails and is computed again": LOADS_FAIL,
     "load fails and its request ends": LOADS_FAIL,
     "late load fails": LOADS_FAIL,
-    "reset impossible though everybody was preempted": "vLLM raises there; resets beside deferred frees are not generated",
-    "late load beside bounded replay": "windows that are computed again are not generated beside a connector",
-    "last block of a hit dropped without EAGLE": "generated groups are a speculator's own with EAGLE only",
 }
 """Behaviours that generated cases leave out on purpose, and why; scenarios of the corpus have them."""
+
+
+RARE = {"preempted after a copy", "external tokens given up for a hit inside a block"}
+"""Conjunctions so rare that ten thousand cases of one release may miss them; those of all releases together must not."""
 
 
 def _not_generated_kinds(line: str) -> bool:
@@ -35,7 +36,11 @@ def _not_generated_kinds(line: str) -> bool:
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_every_behaviour_is_reached(release: str) -> None:
-    assert sorted(set(long_campaign(release).at_zero) - FOR_WORKERS - NOT_GENERATED.keys()) == []
+    assert sorted(set(long_campaign(release).at_zero) - FOR_WORKERS - NOT_GENERATED.keys() - RARE) == []
+
+
+def test_what_is_rare_is_reached_on_some_release() -> None:
+    assert {name for name in RARE if not any(long_campaign(release).counts[name] for release in RELEASES)} == set()
 
 
 def test_what_is_not_generated_is_not_seen() -> None:
@@ -46,7 +51,11 @@ def test_what_is_not_generated_is_not_seen() -> None:
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_every_kind_and_every_pair_shows_cases_hits_refusals_and_preemptions(release: str) -> None:
-    assert [line for line in long_campaign(release).kinds_at_zero if not _not_generated_kinds(line)] == []
+    missing = [line for line in long_campaign(release).kinds_at_zero if not _not_generated_kinds(line)]
+    elsewhere = [long_campaign(other).kinds_at_zero for other in RELEASES if other != release]
+    # A pair's pool may never be short in the cases of one release; on another it must be.
+    short = ("refused", "preemptions")
+    assert [line for line in missing if not line.endswith(short) or all(line in lines for lines in elsewhere)] == []
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -59,14 +68,14 @@ def test_the_readme_lists_every_behaviour_and_what_it_says_was_seen() -> None:
     assert [row[1] for row in rows] == list(TABLE), "run `python -m diff_tests.tests.promise`"
     assert [row[0] for row in rows] == [behaviour.section for behaviour in TABLE.values()]
     unpromised = {name for name, behaviour in TABLE.items() if not behaviour.promised}
-    assert {row[1] for row in rows if row[3] == "0"} <= unpromised | NOT_GENERATED.keys()
+    assert {row[1] for row in rows if row[3] == "0"} <= unpromised | NOT_GENERATED.keys() | RARE
 
 
 def test_the_readme_lists_every_kind_and_pair_and_every_refusal() -> None:
     names = [" + ".join(kinds) for kinds in accepted_kind_sets(RELEASES[NEWEST])]
     rows = table_in_readme("kinds")
     assert [row[0] for row in rows] == names, "run `python -m diff_tests.tests.promise`"
-    assert not any("0" in row for row in rows if not _not_generated_kinds(row[0]))
+    assert not any("0" in row[:3] for row in rows if not _not_generated_kinds(row[0]))
     assert table_in_readme("refusals") == list(refusal_rows())
 
 
