@@ -71,6 +71,15 @@ class _Timeline:
         self._finish()
         return self._steps
 
+    def _external(self, request: RequestDraft) -> int | None:
+        """Beside states with checkpoints whole blocks only: a step that begins inside a block registers the key at the
+        block's end, where no state is left, and whether a connector may bring such a state is not settled."""
+        states = [group for group in self.draft.groups if isinstance(group, Mamba) and group.checkpoint_blocks]
+        if request.external is None or not states:
+            return request.external
+        unit = math.lcm(*(group.block for group in states))
+        return request.external // unit * unit  # rounded down to whole blocks
+
     def _add(self, request_index: int, request: RequestDraft) -> None:
         name = request_id(request_index)
         if self.ended and "reused_ids" in self.on and self.chooser.flag(0.5):
@@ -89,7 +98,7 @@ class _Timeline:
                 skip_cache=request.skip_cache,
                 embeds=request.embeds,
                 encoder=request.encoder if self.takes_encoder else 0,
-                external=request.external,
+                external=self._external(request),
                 load=load,
             )
         )
