@@ -524,7 +524,9 @@ class Replay:
             if stay.loads:
                 self.unloaded.append(stay)
             return
-        if stay is not None and not (stay.is_admitted or is_admitted or stay.loads):
+        keeps_blocks = record.tables is None or record.tables.get(request) == self.tables.get(request)
+        loads_again = stay is not None and not (stay.is_admitted or is_admitted or stay.loads)
+        if stay is not None and loads_again and keeps_blocks and stay.num_found == start:
             # A prompt of one token that came whole counts as not computed at all: it is asked about and loaded again,
             # into the blocks that it has, where what came before stays.
             stay.num_local = stay.num_found
