@@ -7,7 +7,6 @@ that goes away lose nothing, and `resume` goes on.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import shlex
@@ -27,7 +26,7 @@ from diff_tests.coverage import Coverage
 from diff_tests.exhaustive import Scope
 from diff_tests.failures import SavedFailure, load_failure, save, saved_findings
 from diff_tests.generate import FEATURES
-from diff_tests.progress import State, load_state, save_state
+from diff_tests.progress import State, load_state, replace_file, save_state
 from diff_tests.reduce import reduce
 from diff_tests.run import Outcome, run_on
 from diff_tests.shard import CaseReport, Cases, Sample, Shard, compare_repeat, report_of
@@ -190,7 +189,6 @@ class Campaign:
         self.summary = Summary(plan, info)
         self._source = plan.source
         self._shares = Shares(plan.cases)
-        self._own = Shard(self._source, self.rules, target.run)  # judges what was run apart
         self._sample: dict[int, History] = {}
         self._seconds_before = 0.0
         self._saved_at = 0.0
@@ -251,11 +249,11 @@ class Campaign:
             del self._sample[max(self._sample)]
 
     def _take_alone(self, alone: Alone) -> None:
-        outcome = self._own.judge(alone.scenario, alone.history)
-        self.summary.num_cases += 1
-        self.summary.coverage.merge(self._own.coverage)
-        self.summary.known.update(self._own.num_known)
-        self._own.coverage, self._own.num_known = Coverage(self.rules), Counter()
+        shard = Shard(self._source, self.rules, self.target.run)
+        outcome = shard.judge(alone.scenario, alone.history)
+        self.summary.num_cases += shard.num_cases
+        self.summary.coverage.merge(shard.coverage)
+        self.summary.known.update(shard.num_known)
         if outcome.new_findings:
             self._record(report_of(alone.index, outcome))
 
@@ -345,7 +343,7 @@ class Campaign:
     def _save_reduced(self, report: FaultReport, small: Scenario, outcome: Outcome) -> None:
         path = self.plan.folder / "faults" / f"{fault_slug(report.fault)}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace_file(path, dump(small).encode())
+        replace_file(path, dump(small).encode())
         report.reduced_path = path
         report.command = self.repeat_command(path)
         failure = load_failure(report.failure_path)
@@ -373,7 +371,7 @@ class Campaign:
         save_state(self.plan.folder, self._state())
         document = msgspec.json.format(msgspec.json.encode(self.summary.document()), indent=2) + b"\n"
         for name in (f"summary-{self.plan.seed}.json", "summary.json"):
-            _replace_file(self.plan.folder / name, document)
+            replace_file(self.plan.folder / name, document)
 
     def _save_state_now_and_then(self) -> None:
         if time.monotonic() - self._saved_at > SECONDS_BETWEEN_STATES:
@@ -415,18 +413,6 @@ class Campaign:
             new = {saved.finding.fault: saved.finding for saved in reversed(failure.findings) if saved.issue is None}
             for fault, finding in new.items():
                 self._count(FaultReport(fault, finding, failure.case, path, driver, self.repeat_command(path)))
-
-
-def _replace_file(path: Path, data: bytes) -> None:
-    """Writes a file in one go: a reader, or the end of the world, finds the old one or the new one."""
-    draft = path.with_name(f".{path.name}-{os.getpid()}")
-    try:
-        draft.write_bytes(data)
-        draft.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise
 
 
 # ---------------------------------------------------------------------------------------------------------------- jobs

@@ -339,7 +339,7 @@ def fuzz(
         if exhaustive:
             plan = _exhaustive(plan, info.rules, kinds)
         try:
-            with _Progress(plan.cases, plan.seconds) as progress:
+            with _CampaignProgress(plan.cases, plan.seconds) as progress:
                 summary = _target_errors(lambda: Campaign(plan, target, info).run(progress))
         except ClusterError as error:
             raise InputError(str(error)) from None
@@ -1079,7 +1079,7 @@ def mutants(vllm: str, connector: str, only: str | None, cases: int, seed: int, 
             subjects += trials.subjects_of(changed)
             gone = trials.stale(equivalent, changed)
             equivalent = {key: entry for key, entry in equivalent.items() if key not in gone}
-        with _CountBar("mutants", len(subjects)) as bar:
+        with _Bar("mutants", len(subjects), counts=True) as bar:
             results = _target_errors(lambda: trials.Run(trial, subjects).results(lambda result: bar.advance()))
     document = trials.document(trial, results, equivalent)
     if as_json:
@@ -1089,29 +1089,6 @@ def mutants(vllm: str, connector: str, only: str | None, cases: int, seed: int, 
     if len(results) < len(subjects):
         return INTERRUPTED
     return OK if document["verdict"] == "pass" else FINDINGS
-
-
-class _CountBar:
-    """A progress bar on standard error that counts, where that is a terminal."""
-
-    def __init__(self, what: str, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
-        self._task = self._bar.add_task(what, total=total)
-
-    def __enter__(self) -> _CountBar:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def advance(self) -> None:
-        self._bar.advance(self._task)
 
 
 @cli.command(
@@ -1287,18 +1264,19 @@ def progress_line(summary: Summary) -> str:
     return f"{summary.num_cases} cases, {rate:.0f}/s, faults: {faults}, {seen} of {len(summary.coverage.counts)} behaviours"
 
 
-class _Progress:
-    """A progress bar on standard error where that is a terminal; called with the summary after each case."""
+class _Bar:
+    """A progress bar on standard error where that is a terminal. total: None where the end is not known; counts: how much
+    is done is shown in numbers."""
 
-    def __init__(self, num_cases: int | None, seconds: float | None) -> None:
+    def __init__(self, what: str, total: float | None, counts: bool = False) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self._num_cases, self._seconds = num_cases, seconds
         console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeRemainingColumn())
+        numbers = (MofNCompleteColumn(),) if counts else ()
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), *numbers, TimeRemainingColumn())
         self._bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
-        self._task = self._bar.add_task("fuzz", total=float(num_cases or seconds or 1))
+        self._task = self._bar.add_task(what, total=total)
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -1307,6 +1285,18 @@ class _Progress:
     def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
+    def advance(self) -> None:
+        """One more is done."""
+        self._bar.advance(self._task)
+
+
+class _CampaignProgress(_Bar):
+    """Of a campaign; called with the summary after each share."""
+
+    def __init__(self, num_cases: int | None, seconds: float | None) -> None:
+        super().__init__("fuzz", float(num_cases or seconds or 1))
+        self._num_cases = num_cases
+
     def __call__(self, summary: Summary) -> None:
         if self._bar.disable:
             return
@@ -1314,12 +1304,11 @@ class _Progress:
         self._bar.update(self._task, completed=done, description=progress_line(summary))
 
 
-class _GateProgress(_Progress):
-    """The same for a gate, which does not know its end; called with the result so far."""
+class _GateProgress(_Bar):
+    """Of a gate, which does not know its end; called with the result so far."""
 
     def __init__(self) -> None:
-        super().__init__(None, None)
-        self._bar.update(self._task, total=None, description="gate")
+        super().__init__("gate", None)
 
     def __call__(self, result: Any) -> None:  # a gate's result
         failed = sum(candidate.verdict == "fail" for candidate in result.candidates)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,21 @@ class State(Struct, kw_only=True, forbid_unknown_fields=True):
     coverage: dict[str, Any]
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Writes a file in one go: a reader, or the end of the world, finds the old one or the new one. Raises OSError."""
+    draft = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        draft.write_bytes(data)
+        draft.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
+
+
 def save_state(folder: Path, state: State) -> None:
     """Writes the state in one go. Raises OSError."""
-    path = _path(folder, state.seed)
-    draft = path.with_name(f".{path.name}-{os.getpid()}")
-    draft.write_bytes(msgspec.json.encode(state))
-    draft.replace(path)
+    replace_file(_path(folder, state.seed), msgspec.json.encode(state))
 
 
 def load_state(folder: Path, seed: int | None = None) -> State:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diff_tests.coverage import Coverage, accepted_kind_sets, can_hit, kind_sets, refusal_of_kinds
+from diff_tests.explain.words import ranges
 
 if TYPE_CHECKING:
     from diff_tests.campaign import Summary
@@ -57,19 +58,9 @@ def headline(finding: Finding) -> str:
     if finding.group is not None:
         places.append(f"group {finding.group}" + (f" ({finding.group_kind})" if finding.group_kind else ""))
     if finding.positions:
-        places.append(f"position{'s' if len(finding.positions) > 1 else ''} {_ranges(finding.positions)}")
+        positions = ", ".join(ranges(sorted(set(finding.positions))))
+        places.append(f"position{'s' if len(finding.positions) > 1 else ''} {positions}")
     return f"{finding.kind}, {law}, {finding.cause}" + (f": {', '.join(places)}" if places else "")
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """`0..101, 105` for block positions."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}..{last}" for first, last in runs)
 
 
 def print_outcome(console: Console, outcome: Outcome, info: TargetInfo) -> None:

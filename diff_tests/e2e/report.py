@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from diff_tests.e2e.runs import ModelRun, Row
+from diff_tests.explain.words import ranges
 from diff_tests.live.check import print_finding
 from diff_tests.report import MOST_SHOWN, finding_document
 from diff_tests.vllm_target.target import TargetInfo
@@ -132,13 +133,7 @@ def _blocks(blocks: list[int] | None, before: list[int] | None) -> str:
 
 def runs_of(numbers: Sequence[int]) -> str:
     """`1..102` or `53, 52, 1`: numbers in their order, runs that rise by one drawn together; long lists are cut."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    words = [str(first) if first == last else f"{first}..{last}" for first, last in runs]
+    words = ranges(numbers)
     if len(words) > _MOST_RUNS:
         words = [*words[:_MOST_RUNS], f"... ({len(numbers)})"]
     return ", ".join(words) or "-"

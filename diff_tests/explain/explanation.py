@@ -5,7 +5,7 @@ Built from a story and what was found in it. `text`, `page` and `document` show 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from diff_tests.explain.lookups import Lookup
 from diff_tests.explain.rules import Rule, deciding, rule_of_kind
 from diff_tests.explain.story import Step, Story
 from diff_tests.explain.tables import Row, TableView, table_view
-from diff_tests.explain.words import count, names, span
+from diff_tests.explain.words import count, names, ranges
 from diff_tests.run import Judged, Outcome
 from oracle.contracts import contract_for
 from oracle.findings import Finding, place, token_range
@@ -297,7 +297,8 @@ def _empty_words(story: Story, table: TableView, empty: Sequence[Row], has_subje
     step = story.steps[table.step].record
     assert step is not None
     num_local, num_external = step.hits.get(table.request, 0), step.external.get(table.request, 0)
-    blocks = f"block{'s' if len(empty) > 1 else ''} {_runs([row.block or 0 for row in empty])} ({_positions(empty)})"
+    block_ids = ", ".join(ranges(row.block or 0 for row in empty))
+    blocks = f"block{'s' if len(empty) > 1 else ''} {block_ids} ({_positions(empty)})"
     meant = f"meant for external {token_range(num_local, num_local + num_external)}"
     verdict = empty[0].verdict
     if has_subject and verdict != "wrong value":
@@ -313,15 +314,4 @@ def _empty_words(story: Story, table: TableView, empty: Sequence[Row], has_subje
 
 def _positions(rows: Sequence[Row]) -> str:
     positions = [row.position for row in rows if row.position is not None]
-    return f"position{'s' if len(positions) > 1 else ''} {_runs(positions)}"
-
-
-def _runs(numbers: Iterable[int]) -> str:
-    """`1..101, 105`, in the given order."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(span(first, last) for first, last in runs)
+    return f"position{'s' if len(positions) > 1 else ''} {', '.join(ranges(positions))}"

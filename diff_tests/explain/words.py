@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def names(requests: Sequence[str], most: int = 3) -> str:
@@ -15,6 +15,17 @@ def names(requests: Sequence[str], most: int = 3) -> str:
 def span(first: int, last: int) -> str:
     """`7` or `7..9`."""
     return str(first) if first == last else f"{first}..{last}"
+
+
+def ranges(numbers: Iterable[int]) -> list[str]:
+    """`1..101` and `105`: numbers in their order, those that rise by one drawn together."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return [span(first, last) for first, last in runs]
 
 
 def count(number: int, noun: str) -> str:

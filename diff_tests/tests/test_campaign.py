@@ -162,7 +162,7 @@ def test_a_full_disk_loses_nothing_that_was_found(target: Target, tmp_path: Path
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("diff_tests.campaign.save", full)
-    monkeypatch.setattr("diff_tests.campaign._replace_file", full)
+    monkeypatch.setattr("diff_tests.campaign.replace_file", full)
     summary = _campaign(target, tmp_path, cases=40).run()
     assert summary.faults
     assert summary.num_cases == 40

@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from diff_tests.shard import Shard, resident_bytes
@@ -150,10 +151,7 @@ class _Loop:
         scenario = wire.unpack_scenario(message.scenario)
         if isinstance(message, wire.RunCase):
             self._outbox.begin(message.case, message.flush)
-            try:
-                self._server.run(scenario, message.judged_by, message.defect, self._outbox.add)
-            except Exception as error:  # a vLLM that cannot be read or driven; the next case may fare better
-                self._outbox.add(_unreadable(error))
+            self._run(scenario, message.judged_by, message.defect, self._outbox.add)
             self._outbox.end()
         elif isinstance(message, wire.RunEngine):
             self._outbox.send(self._server.run_engine(scenario, message))
@@ -181,12 +179,15 @@ class _Loop:
         coverage = shard.coverage.plain()
         send(wire.CasesDone(case, shard.num_cases, coverage, dict(shard.num_known), resident_bytes()))
 
+    def _run(self, scenario: Scenario, judged_by: str, defect: str | None, emit: Callable[[Record], None]) -> None:
+        try:
+            self._server.run(scenario, judged_by, defect, emit)
+        except Exception as error:  # a vLLM that cannot be read or driven; the next case may fare better
+            emit(_unreadable(error))
+
     def _history(self, scenario: Scenario, judged_by: str, defect: str | None = None) -> History:
         history: History = []
-        try:
-            self._server.run(scenario, judged_by, defect, history.append)
-        except Exception as error:
-            history.append(_unreadable(error))
+        self._run(scenario, judged_by, defect, history.append)
         self._collect(scenario.engine.blocks)
         return history
 

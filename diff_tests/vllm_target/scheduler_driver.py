@@ -288,7 +288,7 @@ class SchedulerDriver:
     def _scheduled_record(self, output: Any) -> Scheduled:
         watch = self._watch
         external = watch.external if watch is not None else {}
-        admissions = _admissions(output)
+        admissions = admissions_of(output)
         fresh = [request_id for request_id in admissions if self._requests[request_id] not in self._was_admitted]
         self._was_admitted.update(self._requests[request_id] for request_id in fresh)
         return Scheduled(
@@ -405,7 +405,7 @@ def _structured_outputs(vllm_config: Any) -> StructuredOutputManager:
     return _no_structure[0]
 
 
-def _admissions(output: Any) -> dict[str, int]:
+def admissions_of(output: Any) -> dict[str, int]:
     """Tokens from which each request admitted in this step starts, in order of admission.
 
     Depending on the runner that a release assumes, resumed requests come among the new ones or among the cached ones.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -178,6 +179,7 @@ class Target:
         """Has the child generate, run and judge the cases [start, stop). News come when the cases that they are among
         are through, so that nothing is told twice if the child dies in between: then the case that killed it is run
         alone (`Alone`, to be judged by the caller), and those around it again. Raises TargetStartError."""
+        release, data = self.info.rules.release, wire.pack_cases(cases)
         left = [(start, stop)]
         was_idle = False
         while left:
@@ -187,7 +189,9 @@ class Target:
             killer = None
             news: list[CasesMessage] = []
             try:
-                for message in self._answers(cases, first, last):
+                for message in self._answers(
+                    partial(wire.RunCases, cases=data, start=first, stop=last, judged_by=release, defect=self.defect)
+                ):
                     if isinstance(message, wire.CaseBegun):
                         killer = message.index
                     elif isinstance(message, wire.CasesNews):
@@ -195,6 +199,7 @@ class Target:
                     elif isinstance(message, wire.CasesDone):
                         yield from news
                         yield message
+                        break
             except Died as death:
                 if killer is None:  # it had died before, or it cannot live
                     self._drop_child()
@@ -206,20 +211,15 @@ class Target:
                 yield self._alone(cases, killer)
                 left += [(killer + 1, last), (first, killer)]
 
-    def _answers(self, cases: Cases, start: int, stop: int) -> Iterator[wire.ToParent]:
-        """What the child sends about the cases. Raises Died."""
+    def _answers(self, question: Callable[[int], wire.ToChild]) -> Iterator[wire.ToParent]:
+        """What the child sends about a question, without end: the caller knows the last answer. Raises Died."""
         self.start()
         assert self._child is not None
-        assert self._info is not None
         case = self._next_case
         self._next_case += 1
-        release = self._info.rules.release
-        self._child.send(wire.RunCases(case, wire.pack_cases(cases), start, stop, release, self.defect))
+        self._child.send(question(case))
         while True:
-            message = self._child.answer(case, self._timeout_s)
-            yield message
-            if isinstance(message, wire.CasesDone):
-                return
+            yield self._child.answer(case, self._timeout_s)
 
     def _alone(self, cases: Cases, index: int) -> Alone:
         """Runs a case that killed its child, or hung, once more: what there is of its history if it does so again."""
@@ -249,22 +249,19 @@ class Target:
     ) -> Iterator[wire.TraceSteps]:
         """Plays a request trace to the real scheduler of the scenario's engine, message by message as it goes. Raises
         TargetStartError if the child dies over it."""
-        self.start()
-        assert self._child is not None
-        case = self._next_case
-        self._next_case += 1
         data = wire.pack_scenario(scenario)
-        self._child.send(wire.PlayTrace(case, data, str(path.resolve()), tuple(labels), hash_block_size, arrivals, limit))
-        while True:
-            try:
-                message = self._child.answer(case, self._timeout_s)
-            except Died as death:
-                self._drop_child()
-                raise TargetStartError(death.failure.message) from None
-            assert isinstance(message, wire.TraceSteps)
-            yield message
-            if message.last:
-                return
+        answers = self._answers(
+            lambda case: wire.PlayTrace(case, data, str(path.resolve()), tuple(labels), hash_block_size, arrivals, limit)
+        )
+        try:
+            for message in answers:
+                assert isinstance(message, wire.TraceSteps)
+                yield message
+                if message.last:
+                    return
+        except Died as death:
+            self._drop_child()
+            raise TargetStartError(death.failure.message) from None
 
     def connector_file(self, connector: str) -> Path:
         """The file in which this vLLM defines a connector. Raises TargetInputError."""
@@ -297,13 +294,8 @@ class Target:
 
     def _ask(self, question: Callable[[int], wire.ToChild]) -> wire.ToParent:
         """The child's answer to a question that is no case. Raises TargetStartError if it dies over it."""
-        self.start()
-        assert self._child is not None
-        case = self._next_case
-        self._next_case += 1
-        self._child.send(question(case))
         try:
-            return self._child.answer(case, self._timeout_s)
+            return next(self._answers(question))
         except Died as death:
             self._drop_child()
             raise TargetStartError(death.failure.message) from None

@@ -12,7 +12,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from diff_tests.vllm_target import wire
-from diff_tests.vllm_target.scheduler_driver import Engine
+from diff_tests.vllm_target.scheduler_driver import Engine, admissions_of
 from diff_tests.workload.prompts import output_token, prompt_tokens
 from diff_tests.workload.replay import Replay, parse_arrivals
 from diff_tests.workload.sides import FULL_EVERY_STEPS, Lookup, StepFacts, digest_of, recent
@@ -106,13 +106,7 @@ class VllmSide:
         return StepFacts([], lookups, [], finished, len(free), digest_of([tables], free))
 
     def _lookups(self, output: Any) -> Iterator[Lookup]:
-        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        cached = output.scheduled_cached_reqs
-        starts |= {
-            request_id: start
-            for request_id, start in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-            if request_id in cached.resumed_req_ids
-        }
+        starts = admissions_of(output)
         for request_id in output.num_scheduled_tokens:
             if request_id in starts:
                 request = self._requests[request_id]
