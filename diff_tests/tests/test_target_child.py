@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -194,3 +195,15 @@ def test_file_that_is_no_connector(tmp_path: Path, target: Target, text: str, me
 def test_unregistered_connector(target: Target) -> None:
     with pytest.raises(TargetInputError, match="DecodeBenchConnector"):
         Target(connector="NoSuchConnector").start()
+
+
+def test_children_are_forked_and_ended_from_many_threads(target: Target) -> None:
+    """Jobs of a campaign start, lose and end their children each from a thread of its own."""
+
+    def lives(_: int) -> int | None:
+        with target.sibling() as other:
+            return other.pid
+
+    with ThreadPoolExecutor(8) as pool:
+        pids = list(pool.map(lives, range(40)))
+    assert len(set(pids)) == 40

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +67,7 @@ class _Host:
     def __init__(self, source: Source) -> None:
         """Returns when vLLM is imported. Raises TargetStartError."""
         self.num_children = 0
+        self._lock = threading.Lock()  # one question at a time: the jobs of a campaign ask from threads of their own
         self._control, theirs = socket.socketpair()
         # What vLLM prints, in host and children; only its last lines matter, and only if something dies.
         self._output = tempfile.TemporaryFile("a+b")  # noqa: SIM115 - lives as long as the host
@@ -103,11 +105,11 @@ class _Host:
 
     def fork(self, connector: str | None, device: str, requests_fd: int, answers_fd: int) -> int:
         """A new child with these ends of its pipes. Returns its process ID."""
+        question = wire.frame(wire.Fork(connector, contracts.added(), device))
         try:
-            socket.send_fds(
-                self._control, [wire.frame(wire.Fork(connector, contracts.added(), device))], [requests_fd, answers_fd]
-            )
-            message = self._receive(_FORK_TIMEOUT_S)
+            with self._lock:
+                socket.send_fds(self._control, [question], [requests_fd, answers_fd])
+                message = self._receive(_FORK_TIMEOUT_S)
         except (OSError, _Silence, _Closed):
             raise TargetStartError(f"vLLM's host process is gone: {self.last_lines(5)}") from None
         assert isinstance(message, wire.Forked)
@@ -116,8 +118,9 @@ class _Host:
     def end_of(self, pid: int) -> str:
         """How a child ended, in words."""
         try:
-            self._control.sendall(wire.frame(wire.AskEnd(pid)))
-            message = self._receive(_FORK_TIMEOUT_S)
+            with self._lock:
+                self._control.sendall(wire.frame(wire.AskEnd(pid)))
+                message = self._receive(_FORK_TIMEOUT_S)
         except (OSError, _Silence, _Closed):
             return "its host process is gone"
         assert isinstance(message, wire.Ended)
@@ -161,6 +164,7 @@ class _Host:
 
 
 _hosts: dict[tuple[str, ...], _Host] = {}
+_hosts_lock = threading.Lock()  # held over who is there and how many children each has
 
 
 def _host_for(source: Source) -> _Host:
@@ -220,12 +224,17 @@ class Child:
 
     def __init__(self, source: Source, connector: str | None, device: str = "cpu") -> None:
         """Returns when the connector is in place. Raises TargetInputError or TargetStartError."""
-        self._host = _host_for(source)
-        with _pipe() as (requests_read, self._requests), _pipe() as (self._answers, answers_write):
-            self.pid = self._host.fork(connector, device, requests_read, answers_write)
-            os.close(requests_read)
-            os.close(answers_write)
-        self._host.num_children += 1
+        with _hosts_lock:
+            self._host = _host_for(source)
+            self._host.num_children += 1
+        try:
+            with _pipe() as (requests_read, self._requests), _pipe() as (self._answers, answers_write):
+                self.pid = self._host.fork(connector, device, requests_read, answers_write)
+                os.close(requests_read)
+                os.close(answers_write)
+        except BaseException:
+            self._leave_host()
+            raise
         self._buffer = bytearray()
         self._end: str | None = None
         ready = self._wait_until_ready()
@@ -311,7 +320,7 @@ class Child:
         """Ends the child: it does when its pipe closes."""
         os.close(self._requests)
         os.close(self._answers)
-        self._host.num_children -= 1
+        self._leave_host()
         self._how_it_ended()
 
     def stop(self) -> None:
@@ -320,6 +329,10 @@ class Child:
             for kill in (os.killpg, os.kill):  # it may not lead its group yet
                 with contextlib.suppress(ProcessLookupError):
                     kill(self.pid, signal.SIGKILL)
+
+    def _leave_host(self) -> None:
+        with _hosts_lock:
+            self._host.num_children -= 1
 
     def kill(self) -> None:
         """The same, and closes the pipes."""
