@@ -15,7 +15,7 @@ import msgspec
 from diff_tests.e2e.client import Client, our_name
 from diff_tests.e2e.matrix import MAX_BATCHED_TOKENS, NUM_BLOCKS, Act, act_of, matrix, steps_of
 from diff_tests.e2e.models import MAX_MODEL_LEN, VOCABULARY_SIZE, Model
-from diff_tests.e2e.painted import read_painted
+from diff_tests.e2e.painted import Painted, read_painted
 from diff_tests.live.check import Checked, check_rebuilt
 from diff_tests.live.rebuild import Rebuilt, rebuild
 from diff_tests.live.trace import Trace, TraceError, read_trace
@@ -28,7 +28,7 @@ from oracle.findings import Finding
 from oracle.laws import judge
 from oracle.selection import NULL
 from sim.geometry import effective_block_size
-from sim.history import Scheduled, Selections, Start, Updated, Written
+from sim.history import Scheduled, Selections, Start, Updated
 from sim.scenario import Engine, Full, Scenario
 
 DEFAULT_CONNECTOR = "DecodeBenchConnector"
@@ -36,7 +36,7 @@ PAINTING = "diff_tests.vllm_target.engine.painting"
 ENGINE_TIMEOUT_S = 600.0
 """For one engine, from its start to the end of the matrix."""
 
-_FILL_LAW = 6
+_WORKER_LAWS = (6, 11)
 
 
 @dataclass(frozen=True)
@@ -188,10 +188,10 @@ def judge_run(run: ModelRun, acts: Sequence[Act], folder: Path, error: str) -> N
     except TraceError as reason:
         run.error = f"no trace to judge: {reason}" + (f"; {error}" if error else "")
         return
-    written = _written_by_rank(folder)
-    _fill_in(rebuilt, trace, written.pop(0, {}))
+    painted = read_painted(folder)
+    _fill_in(rebuilt, trace, painted.pop(0, Painted()))
     checked = check_rebuilt(trace, rebuilt)
-    more = [*_other_ranks(rebuilt, written), *_left_over(rebuilt, acts, error)]
+    more = [*_other_ranks(rebuilt, painted), *_left_over(rebuilt, acts, error)]
     checked.findings = sorted(
         [*checked.findings, *explain_known(more, rebuilt.scenario, rebuilt.geometry.rules)],
         key=lambda judged: judged.issue is not None,
@@ -203,13 +203,18 @@ def judge_run(run: ModelRun, acts: Sequence[Act], folder: Path, error: str) -> N
     run.rows = _rows(checked, act_of(list(acts)))
 
 
-def _other_ranks(rebuilt: Rebuilt, written_by_rank: dict[int, dict[int, list[Written]]]) -> list[Finding]:
-    """Law 6 for the ranks after the first, whose part the history does not have."""
+def _other_ranks(rebuilt: Rebuilt, painted_by_rank: dict[int, Painted]) -> list[Finding]:
+    """Laws 6 and 11 for the ranks after the first, whose part the history does not have."""
     findings = []
-    for rank, written in written_by_rank.items():
+    for rank, painted in painted_by_rank.items():
         received = rebuilt.others.get(rank, {})
         history = [
-            msgspec.structs.replace(record, received=received.get(record.step), written=written.get(record.step))
+            msgspec.structs.replace(
+                record,
+                received=received.get(record.step),
+                written=painted.written.get(record.step),
+                acts=painted.acts.get(record.step),
+            )
             if isinstance(record, Scheduled)
             else record
             for record in rebuilt.history
@@ -218,7 +223,7 @@ def _other_ranks(rebuilt: Rebuilt, written_by_rank: dict[int, dict[int, list[Wri
         findings += [
             msgspec.structs.replace(finding, message=f"{finding.message} (worker of rank {rank})")
             for finding in broken
-            if finding.law == _FILL_LAW
+            if finding.law in _WORKER_LAWS
         ]
     return findings
 
@@ -234,19 +239,12 @@ def _left_over(rebuilt: Rebuilt, acts: Sequence[Act], error: str) -> list[Findin
     return [Finding(kind="hang", law=8, cause="unfinished", message=f"requests that never ended: {', '.join(lost)}")]
 
 
-def _written_by_rank(folder: Path) -> dict[int, dict[int, list[Written]]]:
-    """Rank -> step -> what the worker wrote."""
-    by_rank: dict[int, dict[int, list[Written]]] = {}
-    for load in read_painted(folder):
-        by_rank.setdefault(load.rank, {})[load.k] = load.written
-    return by_rank
-
-
-def _fill_in(rebuilt: Rebuilt, trace: Trace, written: dict[int, list[Written]]) -> None:
-    """Puts what was seen of memory where a history has it."""
+def _fill_in(rebuilt: Rebuilt, trace: Trace, painted: Painted) -> None:
+    """Puts what was seen of the first worker and its memory where a history has it."""
     for record in rebuilt.history:
         if isinstance(record, Scheduled):
-            record.written = written.get(record.step)
+            record.written = painted.written.get(record.step)
+            record.acts = painted.acts.get(record.step)
         elif isinstance(record, Start):
             record.groups = [
                 msgspec.structs.replace(group, layers=list(traced.layers))

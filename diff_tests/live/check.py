@@ -26,11 +26,12 @@ from oracle.compare import compare
 from oracle.findings import Finding
 from oracle.laws import judge
 from sim.follow import Observed
-from sim.history import History, Scheduled
+from sim.history import Act, History, Scheduled, Selections
 from sim.scenario import ScenarioError
 from sim.simulator import Simulator
 
 _CONNECTOR_LAWS = (4, 5, 6)
+_RANK_LAWS = (5, 11)
 
 
 @dataclass
@@ -125,24 +126,27 @@ def _observed(rebuilt: Rebuilt, steps: list[Scheduled]) -> Observed:
 
 
 def _other_ranks(rebuilt: Rebuilt) -> list[Finding]:
-    """Law 5 for the ranks after the first, whose part the history does not have."""
+    """Laws 5 and 11 for the ranks after the first, whose part the history does not have."""
     findings: list[Finding] = []
+    scheduled = [record for record in rebuilt.history if isinstance(record, Scheduled)]
     for rank, received in rebuilt.others.items():
-        if all(got is None or got == record.selected for record, got in _told(rebuilt, received)):
+        acts = rebuilt.other_acts.get(rank, {})
+        if all(_did_the_same(record, received.get(record.step), acts.get(record.step)) for record in scheduled):
             continue
         history = [
-            msgspec.structs.replace(record, received=received.get(record.step), written=None)
+            msgspec.structs.replace(record, received=received.get(record.step), acts=acts.get(record.step), written=None)
             if isinstance(record, Scheduled)
             else record
             for record in rebuilt.history
         ]
         broken = judge(rebuilt.scenario, history, rebuilt.geometry.rules, rebuilt.contract)
-        findings += [_on_rank(finding, rank) for finding in broken if finding.law == 5]
+        findings += [_on_rank(finding, rank) for finding in broken if finding.law in _RANK_LAWS]
     return findings
 
 
-def _told(rebuilt: Rebuilt, received: dict[int, Any]) -> list[tuple[Scheduled, Any]]:
-    return [(record, received.get(record.step)) for record in rebuilt.history if isinstance(record, Scheduled)]
+def _did_the_same(record: Scheduled, received: Selections | None, acts: list[Act] | None) -> bool:
+    """Whether there is nothing in another rank's step that the first one's does not show too."""
+    return (received is None or received == record.selected) and (acts is None or acts == record.acts)
 
 
 def _on_rank(finding: Finding, rank: int) -> Finding:

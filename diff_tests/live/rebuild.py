@@ -22,6 +22,7 @@ from diff_tests.live.trace import (
     Connector,
     ConnectorRecord,
     EndRecord,
+    ForwardRecord,
     Line,
     LiveRequest,
     LoadedRecord,
@@ -43,7 +44,7 @@ from diff_tests.live.trace import (
 )
 from oracle.contracts import Contract, contract_for
 from sim.geometry import block_sizes, effective_block_size
-from sim.history import Acted, GroupInfo, History, Scheduled, Selection, Selections, Start, Tables, Updated, Written
+from sim.history import Act, Acted, GroupInfo, History, Scheduled, Selection, Selections, Start, Tables, Updated, Written
 from sim.scenario import Abort, Add, AnyStep, LoadDone, ResetPrefixCache, Scenario, Schedule, Update
 
 _ABORTED = "FINISHED_ABORTED"
@@ -55,8 +56,9 @@ class Rebuilt:
     """A recorded run in our words.
 
     places: for each record of the history, the line of the trace that it comes from. gaps: why the model cannot follow,
-    from which step on (0: at all). others: what workers besides the first received, by rank and step. ids: vLLM's request
-    IDs by name; names: by number and by ID. is_alone: no other child of a MultiConnector is probed.
+    from which step on (0: at all). others: what workers besides the first received, by rank and step; other_acts: the order
+    in which they loaded and computed, where it was seen. ids: vLLM's request IDs by name; names: by number and by ID.
+    is_alone: no other child of a MultiConnector is probed.
     """
 
     scenario: Scenario
@@ -67,6 +69,7 @@ class Rebuilt:
     gaps: list[tuple[int, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     others: dict[int, dict[int, Selections | None]] = field(default_factory=dict)
+    other_acts: dict[int, dict[int, list[Act]]] = field(default_factory=dict)
     ids: dict[str, str] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     has_beginning: bool = True
@@ -145,6 +148,7 @@ class _Rebuilder:
             gaps=gaps,
             notes=self._notes,
             others=others,
+            other_acts={worker.rank: worker.acts for worker in self._workers[1:]},
             ids={life.name: life.add.id for life in self._lives.values()},
             names={
                 **{str(n): life.name for n, life in self._lives.items()},
@@ -331,6 +335,7 @@ class _Rebuilder:
         )
         if self._workers:
             step.received = self._received(self._workers[0], self._step, selected)
+            step.acts = self._workers[0].acts.get(self._step)
             step.written = self._written(self._workers[0], self._step, contract)
         self._asked, self._external = [], {}
         self._steps.append(Schedule(count=1))
@@ -483,6 +488,7 @@ class _Worker:
         self.rank = stream.start.rank
         self.received: dict[int, Line] = {}
         self.loads: dict[int, Line] = {}
+        self.acts: dict[int, list[Act]] = {}
         self.rows_per_block: dict[str, int] = {}
         self.looked_at: set[str] = set()
         for line in stream.lines:
@@ -493,7 +499,10 @@ class _Worker:
                 self.received[record.k] = line
             elif isinstance(record, LoadRecord) and not record.c:
                 self.loads[record.k] = line
+                self.acts.setdefault(record.k, []).append("fill")
                 self.looked_at.update(layer.layer for layer in record.written or ())
+            elif isinstance(record, ForwardRecord):
+                self.acts.setdefault(record.k, []).append("forward")
         self.first_step = min(self.received, default=0)
         self.last_step = max(self.received, default=0)
 

@@ -238,6 +238,12 @@ class ReceivedRecord(_Record, frozen=True, tag="received"):
     c: int = 0
 
 
+class ForwardRecord(_Record, frozen=True, tag="forward"):
+    """The forward pass begins, in a step with blocks to load."""
+
+    k: int
+
+
 class WrittenLayer(Struct, frozen=True):
     """What a load left in one layer, of the blocks looked at."""
 
@@ -275,7 +281,16 @@ SchedulerRecord = (
     | RaisedRecord
     | StoppedRecord
 )
-WorkerRecord = StartRecord | ConnectorRecord | MemoryRecord | ReceivedRecord | LoadRecord | RaisedRecord | StoppedRecord
+WorkerRecord = (
+    StartRecord
+    | ConnectorRecord
+    | MemoryRecord
+    | ReceivedRecord
+    | ForwardRecord
+    | LoadRecord
+    | RaisedRecord
+    | StoppedRecord
+)
 AnyRecord = SchedulerRecord | WorkerRecord
 _decoder = msgspec.json.Decoder(AnyRecord)
 

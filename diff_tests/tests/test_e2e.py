@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
+import subprocess
+import sys
 
+import msgspec
 import pytest
 
 from diff_tests import cli
 from diff_tests.e2e.client import our_name
 from diff_tests.e2e.matrix import act_of, matrix, steps_of
 from diff_tests.e2e.models import MODELS, VOCABULARY_SIZE, chosen_models
+from diff_tests.e2e.painted import PAINTED_FOLDER, PaintedStep
 from diff_tests.e2e.report import document, runs_of, verdict
-from diff_tests.e2e.runs import ENGINE_TIMEOUT_S, ModelRun, Row, probed_connector, run_model, scenario_of
+from diff_tests.e2e.runs import ENGINE_TIMEOUT_S, ModelRun, Row, judge_run, probed_connector, run_model, scenario_of
+from diff_tests.live.rebuild import rebuild
+from diff_tests.live.trace import read_trace
+from diff_tests.tests.test_trace import TRACES
 from diff_tests.vllm_target.api_server import arguments
 from diff_tests.vllm_target.engine.tokens import VocabularyTokens
 from diff_tests.vllm_target.releases import TargetInputError, is_cached
 from diff_tests.vllm_target.target import Target
+from sim.history import Scheduled
 from sim.scenario import Add, ScenarioError, check
 
 
@@ -35,6 +45,12 @@ def table(run: ModelRun) -> list[tuple]:
     return [(row.request, row.tokens, row.positions, row.selected) for row in rows]
 
 
+def acts(run: ModelRun) -> set[tuple]:
+    """What the worker did to KV memory in a step, in order, wherever it did more than compute."""
+    assert run.checked is not None, run.error
+    return {tuple(r.acts) for r in run.checked.rebuilt.history if isinstance(r, Scheduled) and r.acts}
+
+
 class TestInAnEngine:
     def test_the_whole_matrix_is_as_the_laws_want(self):
         run = engine_run("qwen3")
@@ -50,6 +66,14 @@ class TestInAnEngine:
         assert run.num_preemptions > 0
         assert all(row.selected == row.received == row.written for row in run.rows)
         assert run.checked.num_followed == run.checked.num_steps > 0
+        assert acts(run) == {("fill", "forward")}
+
+    def test_new_blocks_are_zeroed_before_they_are_filled(self):
+        run = engine_run("granite")
+        assert run.verdict == "same", (
+            [judged.finding.message for judged in run.checked.findings] if run.checked else run.error
+        )
+        assert acts(run) == {("zero", "fill", "forward"), ("zero", "forward")}
 
     def test_a_prefix_that_was_filled_over_is_named_with_its_owner(self):
         run = engine_run("qwen3", "0.29.0")
@@ -58,6 +82,46 @@ class TestInAnEngine:
         messages = [judged.finding.message for judged in run.checked.findings if judged.finding.request == "B"]
         assert any("block 1 selected, which holds tokens [0, 16) of request A, shared by A and B" in m for m in messages)
         assert all(row.selected == row.received == row.written for row in run.rows)
+
+
+class TestOrder:
+    def test_vllm_tells_when_it_copies_and_zeroes_and_once_each(self):
+        if importlib.util.find_spec("vllm") is None:
+            pytest.skip("no vLLM is installed in this environment")
+        code = """
+import torch
+from vllm.v1.worker import gpu_model_runner
+from diff_tests.vllm_target.engine import acts
+acts.watch(); acts.watch()
+acts.LOG.note("forward")  # outside a step
+memory = torch.arange(8).reshape(4, 2)
+gpu_model_runner.copy_kv_cache_blocks_inplace([memory], 4, [(1, 3)])
+acts.LOG.bind()
+acts.LOG.note("forward")
+print(acts.LOG.take(), acts.LOG.take(), memory[3].tolist())
+"""
+        environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_PLUGINS": ""}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+        assert done.stdout.splitlines()[-1:] == ["['copy', 'forward'] [] [2, 3]"], done.stderr[-2000:]
+
+    def test_a_rank_that_fills_after_its_forward_pass_is_named(self, tmp_path):
+        """A recorded run, judged with what two workers say they did."""
+        trace = tmp_path / "trace"
+        shutil.copytree(TRACES, trace)
+        (trace / "worker-1.000.jsonl").write_text(
+            (trace / "worker.000.jsonl").read_text().replace('"rank":0', '"rank":1', 1)
+        )
+        step = next(r.step for r in rebuild(read_trace([trace])).history if isinstance(r, Scheduled) and r.received)
+        (trace / PAINTED_FOLDER).mkdir()
+        for rank, order in enumerate((["fill", "forward"], ["forward", "fill"])):
+            line = msgspec.json.encode(PaintedStep(step, rank, order))
+            (trace / PAINTED_FOLDER / f"worker-{rank}-1.jsonl").write_bytes(line + b"\n")
+        run = ModelRun(MODELS["qwen3"], "in process")
+        judge_run(run, [], trace, "")
+        found = [judged.finding for judged in run.checked.findings if judged.finding.law == 11]
+        assert [(finding.step, finding.cause) for finding in found] == [(step, "forward_before_fill")]
+        assert "worker of rank 1" in found[0].message
 
 
 class TestMatrix:

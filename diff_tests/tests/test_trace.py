@@ -192,6 +192,23 @@ def test_a_second_rank_that_was_told_otherwise_is_named(folder: Path):
     assert "worker of rank 1" in sentences(checked)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_load_after_the_forward_pass_that_needs_it_is_a_finding(folder: Path, rank: int):
+    """A forward pass that began before the load; after it, nothing is wrong."""
+
+    path = folder / ("worker-1.000.jsonl" if rank else WORKER)
+    lines = records(TRACES / WORKER)
+    lines[0]["rank"] = rank
+    load = next(i for i, line in enumerate(lines) if line["t"] == "load")
+    for before in (False, True):
+        order = [*lines]
+        order.insert(load if before else load + 1, {"t": "forward", "k": lines[load]["k"]})
+        path.write_text("".join(json.dumps({**line, "i": i}) + "\n" for i, line in enumerate(order)))
+        checked = check(folder)
+        assert [(j.finding.law, j.finding.cause) for j in checked.findings] == [(11, "forward_before_fill")] * before
+    assert ("worker of rank 1" in sentences(checked)) == bool(rank)
+
+
 def test_a_growing_trace_is_read_on(tmp_path: Path):
     text = (TRACES / SCHEDULER).read_bytes()
     path = tmp_path / SCHEDULER

@@ -51,6 +51,9 @@ Scheduler. Requests are numbered (`n`) in order of arrival:
 Worker:
     memory    num_blocks, layers [name, group, shape, strides, dtype, device, rows_per_block (0: not looked at)]
     received  k, selected: the metadata bound in step k
+    forward   k: the first attention layer of the forward pass begins, in a step with blocks to load. Whether it stands
+              before or after the step's `load` is the order in which the worker did both. Left out where no Python runs
+              between layers, as in the replay of a whole CUDA graph
     load      k, written (with verify): per layer and group: changed, equal [blocks that were to be written], values
               [[element in hex, blocks that consist of it]], mixed [other blocks], outside [blocks changed unasked],
               num_others (blocks looked at that nobody was to write), block_bytes
@@ -185,7 +188,8 @@ def _selection(fill: Any) -> dict[str, Any]:
 
 
 class Tape:
-    """The trace of one process and role. A failure of the probe ends it, and nothing else."""
+    """The trace of one process and role. A failure of the probe ends it, and nothing else. start: the record that every
+    part begins with; folder: of the files."""
 
     def __init__(self, role: str, vllm_config: Any, kv_cache_config: Any) -> None:
         self.kv_cache_config = kv_cache_config  # also keeps it alive, since its identity names the engine
@@ -201,7 +205,7 @@ class Tape:
             raise ValueError(f"kvprobe option verify: must be off, sample or all, found {self.verify!r}")
         self.is_alive = True
         self._num_connectors = 0
-        self._folder = Path(str(options.get("dir") or "kvprobe-trace"))
+        self.folder = Path(str(options.get("dir") or "kvprobe-trace"))
         self._part_bytes = max(int(float(options.get("max_mb") or 1024) * 1e6) // _NUM_PARTS, 1 << 14)
         self._part = 0
         self._written = 0
@@ -209,7 +213,7 @@ class Tape:
         self._file: Any = None
         self._encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
         rank = _rank(vllm_config, role)
-        self._start = {
+        self.start = {
             "t": "start",
             "format": FORMAT,
             "role": role,
@@ -240,7 +244,7 @@ class Tape:
         place = self._num_connectors
         self._num_connectors += 1
         if place == 0:
-            self._start["connector"] = about
+            self.start["connector"] = about
             self._open()
         else:
             self.write({"t": "connector", "c": place, **about})
@@ -251,11 +255,11 @@ class Tape:
         return None
 
     def _open(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"{self._name}.{self._part:03d}.jsonl"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"{self._name}.{self._part:03d}.jsonl"
         self._file = path.open("wb", buffering=0)
         self._written = 0
-        self.write({**self._start, "part": self._part, "at": round(time.time(), 6)})
+        self.write({**self.start, "part": self._part, "at": round(time.time(), 6)})
 
     def write(self, record: dict[str, Any]) -> None:
         """One line, handed to the system at once, so that a killed process loses nothing."""
@@ -279,7 +283,7 @@ class Tape:
         state = self.state()
         if state is not None:
             self.write(state)
-        old = self._folder / f"{self._name}.{self._part - _NUM_PARTS:03d}.jsonl"
+        old = self.folder / f"{self._name}.{self._part - _NUM_PARTS:03d}.jsonl"
         if self._part >= _NUM_PARTS:
             old.unlink(missing_ok=True)
 
@@ -826,9 +830,10 @@ class WorkerTape(Tape):
     def __init__(self, role: str, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(role, vllm_config, kv_cache_config)
         self._num_bound: dict[int, int] = {}
-        self._step: dict[int, int] = {}
+        self.steps: dict[int, int] = {}  # by place: the step whose metadata is bound
         self._fills: dict[int, dict[str, Any] | None] = {}
         self._memory: Memory | None = None
+        self._forward_seen_in = 0
 
     def register_kv_caches(self, c: int, answer: Any, kv_caches: Any) -> None:
         if c:
@@ -841,16 +846,16 @@ class WorkerTape(Tape):
             self.rotate_if_due()
         self._num_bound[c] = self._num_bound.get(c, 0) + 1
         step = getattr(connector_metadata, _STEP_TAG, None)
-        self._step[c] = step if isinstance(step, int) else self._num_bound[c]
+        self.steps[c] = step if isinstance(step, int) else self._num_bound[c]
         fills = self._fills[c] = _known_form(connector_metadata)
         if fills is None:
             selected: dict[str, Any] = {"form": self.plain.of(connector_metadata)}
         else:
             selected = {self.request_id(i): _selection(fill) for i, fill in fills.items()}
         if selected or c:
-            self.write(_with_c(c, {"t": "received", "k": self._step[c], "selected": selected}))
+            self.write(_with_c(c, {"t": "received", "k": self.steps[c], "selected": selected}))
         else:
-            self.write_body(f'"t":"received","k":{self._step[c]}}}')
+            self.write_body(f'"t":"received","k":{self.steps[c]}}}')
 
     def before_start_load_kv(self, c: int) -> Any:
         """Checksums of the blocks to be written and of some others, before the load."""
@@ -863,15 +868,47 @@ class WorkerTape(Tape):
                 blocks.extend(ids)
         return self._memory.look([list(dict.fromkeys(ids)) for ids in wanted])
 
+    def wait_for_layer_load(self, c: int) -> None:
+        """A layer of the forward pass is about to run; the first one tells."""
+        step = self.steps.get(c, 0)
+        if step == self._forward_seen_in:
+            return
+        self._forward_seen_in = step
+        if any(self._fills.values()):
+            self.write({"t": "forward", "k": step})
+
     def start_load_kv(self, c: int, before: Any) -> None:
         fills = self._fills.get(c)
         if fills is not None and not fills:
             return
-        record: dict[str, Any] = {"t": "load", "k": self._step.get(c, 0)}
+        record: dict[str, Any] = {"t": "load", "k": self.steps.get(c, 0)}
         if before is not None:
             assert self._memory is not None
             record["written"] = self._memory.compare(before)
         self.write(_with_c(c, record))
+
+
+class WorkerView:
+    """What one connector of a worker is told, for who watches its loads beside the probe. start, folder: of the trace;
+    step: whose metadata is bound; requests: per request and group, the IDs of the blocks to be loaded."""
+
+    def __init__(self, connector: Any) -> None:
+        """connector: an instance of a probe's class. Raises KeyError if the probe does not record it."""
+        self._connector = connector
+        self._tape: WorkerTape = connector.__dict__["_kvprobe_tape"]
+        self._place: int = connector.__dict__["_kvprobe_place"]
+        self.start = self._tape.start
+        self.folder = self._tape.folder
+        self.kv_cache_config = self._tape.kv_cache_config
+
+    @property
+    def step(self) -> int:
+        return self._tape.steps[self._place]
+
+    @property
+    def requests(self) -> list[list[list[int]]]:
+        fills = _known_form(self._connector._get_connector_metadata()) or {}
+        return [[list(ids) for ids in ids_by_group] for ids_by_group, _ in fills.values()]
 
 
 class Layer:
@@ -1082,6 +1119,23 @@ def _hooked_load(base: type) -> Any:
     return start_load_kv
 
 
+def _hooked_layer(base: type) -> Any:
+    """wait_for_layer_load: a layer of the forward pass is about to run."""
+    method = base.wait_for_layer_load  # type: ignore[attr-defined]
+
+    @functools.wraps(method)
+    def wait_for_layer_load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tape = self.__dict__.get("_kvprobe_tape")
+        if isinstance(tape, WorkerTape) and tape.is_alive:
+            try:
+                tape.wait_for_layer_load(self.__dict__["_kvprobe_place"])
+            except Exception as error:
+                tape.fail(error, "wait_for_layer_load")
+        return method(self, *args, **kwargs)
+
+    return wait_for_layer_load
+
+
 def _note_raised(tape: Tape | None, name: str, error: Exception) -> None:
     if tape is not None and tape.is_alive:
         try:
@@ -1112,6 +1166,7 @@ def _probe_class(name: str) -> type:
     base = _wrapped_class(name)
     hooks: dict[str, Any] = {hook: _hooked(base, hook) for hook in _HOOKS if hasattr(base, hook)}
     hooks["start_load_kv"] = _hooked_load(base)
+    hooks["wait_for_layer_load"] = _hooked_layer(base)
     hooks["__init__"] = _hooked_init(base, base.__name__)
     # The class keeps the connector's name: vLLM files metrics and statistics under it.
     return type(base)(base.__name__, (base,), {**hooks, "__module__": __name__, "__doc__": base.__doc__})

@@ -16,13 +16,14 @@ from sim.history import Act, Scheduled, Selection
 )
 def check_order(trial: Trial, record: Scheduled) -> None:
     """Law 11. Only acts that meet in a block have an order; a block that nobody computes with in this step may be filled
-    after the forward pass."""
+    after the forward pass. Of acts that come again and again, the last of those that go first counts."""
     if record.acts is None:
         return
+    last = {act: index for index, act in enumerate(record.acts)}
     for first, second, blocks in _orders(trial, record):
-        if not blocks or first not in record.acts or second not in record.acts:
+        if not blocks or first not in last or second not in last:
             continue
-        if record.acts.index(first) > record.acts.index(second):
+        if last[first] > record.acts.index(second):
             block = min(blocks)
             what = trial.replay.describe(block)
             message = f"{second} before {first}, but both concern blocks {sorted(blocks)}; block {block} {what}"

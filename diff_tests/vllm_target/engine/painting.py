@@ -6,17 +6,19 @@ connector as for the probe. Each worker writes what its loads did beside the tra
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 import torch
 
-from diff_tests.e2e.painted import PAINTED_FOLDER, PaintedLoad
+from diff_tests.e2e.painted import PAINTED_FOLDER, PaintedLoad, PaintedStep
 from diff_tests.live.geometry import geometry_of
 from diff_tests.live.trace import StartRecord
 from diff_tests.vllm_target import kvprobe
+from diff_tests.vllm_target.engine import acts
 from oracle.contracts import contract_for
 from oracle.fill import FillCheck, LayerView
 from oracle.values import FillValue
@@ -59,17 +61,16 @@ def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 class _Painter:
-    """Paints and judges around the loads of one worker-side connector."""
+    """Paints and judges around the loads of one worker-side connector, and keeps the order of what the worker does."""
 
     def __init__(self, connector: Any) -> None:
-        self._tape: kvprobe.WorkerTape = connector._kvprobe_tape
-        self._place: int = connector._kvprobe_place
+        self._view = kvprobe.WorkerView(connector)
         self._memory: PaintedMemory | None = None
         self._was_busy = False
 
     def register(self, caches: dict[str, torch.Tensor]) -> None:
-        config = self._tape.kv_cache_config
-        start = msgspec.convert({**self._tape._start, "part": 0}, StartRecord)
+        config = self._view.kv_cache_config
+        start = msgspec.convert({**self._view.start, "part": 0}, StartRecord)
         rows = {name: cache.shape[0] // config.num_blocks for name, cache in caches.items()}
         geometry = geometry_of(start, config.num_blocks, rows)
         scenario = Scenario(engine=geometry.engine, connector=geometry.connector, groups=geometry.groups, steps=())
@@ -78,25 +79,32 @@ class _Painter:
             group_of = {name: g for g, group in enumerate(config.kv_cache_groups) for name in group.layer_names}
             self._memory = PaintedMemory(caches, group_of, config.num_blocks, contract.values)
 
-    def before(self, requests: list[list[list[int]]]) -> bool:
-        """Whether this load is judged: one with work, and the next, where a worker that kept old metadata would write."""
+    @contextlib.contextmanager
+    def load(self) -> Iterator[None]:
+        """Judged are a load with work, and the next, where a worker that kept old metadata would write."""
+        requests = self._view.requests
         is_busy = any(any(groups) for groups in requests)
-        is_judged = self._memory is not None and (is_busy or self._was_busy)
+        memory = self._memory if is_busy or self._was_busy else None
         self._was_busy = is_busy
-        if is_judged and self._memory is not None:
-            self._memory.paint()
-        return is_judged
+        if is_busy:
+            acts.LOG.note("fill")
+        if memory is not None:
+            memory.paint()
+        yield
+        if memory is not None and (written := memory.verify(requests)):
+            self._write(PaintedLoad(self._view.step, self._view.start["rank"], written))
 
-    def after(self, requests: list[list[list[int]]]) -> None:
-        assert self._memory is not None
-        written = self._memory.verify(requests)
-        if written:
-            rank, pid = self._tape._start["rank"], self._tape._start["pid"]
-            load = PaintedLoad(self._tape._step[self._place], rank, written)
-            folder = self._tape._folder / PAINTED_FOLDER
-            folder.mkdir(exist_ok=True)
-            with (folder / f"worker-{rank}-{pid}.jsonl").open("ab") as file:
-                file.write(msgspec.json.encode(load) + b"\n")
+    def end_step(self) -> None:
+        """The worker is done with its metadata."""
+        done = acts.LOG.take()
+        if done and done != ["forward"]:
+            self._write(PaintedStep(self._view.step, self._view.start["rank"], done))
+
+    def _write(self, entry: PaintedLoad | PaintedStep) -> None:
+        folder = self._view.folder / PAINTED_FOLDER
+        folder.mkdir(exist_ok=True)
+        with (folder / f"worker-{entry.rank}-{self._view.start['pid']}.jsonl").open("ab") as file:
+            file.write(msgspec.json.encode(entry) + b"\n")
 
 
 @functools.cache
@@ -111,13 +119,17 @@ def _painted_class(name: str) -> type:
             self._painter = _Painter(self)
             self._painter.register(kv_caches)
 
+        def bind_connector_metadata(self, connector_metadata: Any) -> None:
+            super().bind_connector_metadata(connector_metadata)
+            acts.LOG.bind()
+
         def start_load_kv(self, forward_context: Any, **rest: Any) -> None:
-            fills = kvprobe._known_form(self._get_connector_metadata()) or {}
-            requests = [[list(ids) for ids in ids_by_group] for ids_by_group, _ in fills.values()]
-            is_judged = self._painter.before(requests)
-            super().start_load_kv(forward_context, **rest)
-            if is_judged:
-                self._painter.after(requests)
+            with self._painter.load():
+                super().start_load_kv(forward_context, **rest)
+
+        def clear_connector_metadata(self) -> None:
+            self._painter.end_step()
+            super().clear_connector_metadata()
 
     # vLLM decides some things by a connector's name.
     Painted.__name__ = Painted.__qualname__ = probed.__name__

@@ -9,7 +9,8 @@ from typing import Any
 
 
 def register() -> None:
-    """Makes the synthetic model known, lets attention on a CPU take blocks of 16 tokens, puts the connector in place."""
+    """Makes the synthetic model known, lets attention on a CPU take blocks of 16 tokens, has the worker tell what it does,
+    puts the connector in place."""
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.v1.attention.backend import MultipleOf
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -17,6 +18,7 @@ def register() -> None:
     from diff_tests.e2e.models import SYNTHETIC_ARCHITECTURE
     from diff_tests.vllm_target import connectors
     from diff_tests.vllm_target.api_server import CONNECTOR_VARIABLE
+    from diff_tests.vllm_target.engine import acts
     from diff_tests.vllm_target.engine.synthetic import KVOracleForCausalLM
 
     ModelRegistry.register_model(SYNTHETIC_ARCHITECTURE, KVOracleForCausalLM)
@@ -25,6 +27,7 @@ def register() -> None:
     attention.get_supported_kernel_block_sizes = staticmethod(lambda kv_cache_spec=None: [MultipleOf(16)])
     _let_mamba2_prefill()
     _let_ranks_share_a_context()
+    acts.watch()
     connectors.install(os.environ.get(CONNECTOR_VARIABLE))
 
 
