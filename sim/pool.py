@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import cast
 
 NULL = 0
@@ -82,16 +83,17 @@ class BlockPool:
 
     def _evict(self, count: int) -> list[int]:
         """Removes `count` blocks from the head of the keyed ones, and their keys, which a reset may have taken before."""
-        primary = self._primary
-        pop = self._keyed.popitem
-        evicted = [pop(False)[0] for _ in range(count)]
+        primary, keyed = self._primary, self._keyed
+        evicted = list(islice(keyed, count))
         num_with_keys = len(primary)
         if self._secondary or self._later or self._lengths or self.events is not None:
             for block_id in evicted:
+                del keyed[block_id]
                 self.drop_keys(block_id)
         else:
             first = self._first
             for block_id in evicted:
+                del keyed[block_id]
                 if block_id in primary:
                     del first[primary.pop(block_id)]
         self.num_evicted += num_with_keys - len(primary)
@@ -100,20 +102,19 @@ class BlockPool:
     def release(self, block_ids: Iterable[int]) -> None:
         """Gives up one reference each, in order, nulls skipped. Of those that become free, the keyless ones go to the
         head as one run in this order, the keyed ones to the tail in this order."""
-        released = [block_id for block_id in block_ids if block_id != NULL]
-        if not released:
-            return
         self.version += 1
         keyless: list[int] = []
         refs, keyed, primary = self.refs, self._keyed, self._primary
-        for block_id in released:
+        for block_id in block_ids:
             left = refs[block_id] - 1
-            refs[block_id] = left
             if not left:
+                refs[block_id] = 0
                 if block_id in primary:
                     keyed[block_id] = None
                 else:
                     keyless.append(block_id)
+            elif block_id != NULL:
+                refs[block_id] = left
         self._keyless += reversed(keyless)
 
     def touch(self, block_ids: Iterable[int]) -> None:

@@ -14,8 +14,9 @@ from diff_tests.workload.against import Difference, compared
 from diff_tests.workload.prompts import TracePrefixes, prompt_tokens
 from diff_tests.workload.replay import Arrivals, parse_arrivals
 from diff_tests.workload.report import summary
+from diff_tests.workload.sides import ModelSide
 from diff_tests.workload.study import Study, StudyError, cache_of
-from diff_tests.workload.trace import Chains, Labels, TraceError, read
+from diff_tests.workload.trace import Chains, Labels, Row, TraceError, read
 from sim.prefix import PrefixIndex
 from sim.releases import NEWEST, rules_of
 from sim.scenario import Engine, Full, Mamba, SlidingWindow
@@ -217,6 +218,21 @@ def test_the_real_scheduler_does_the_same_at_every_step(target, tmp_path, groups
     assert one.totals.hits > 0
     assert one.num_evicted > 0
     assert (one.totals.preemptions > 0) == (arrivals != "order")
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=4), st.integers(0, HASH_BLOCK - 1)), max_size=20)
+)
+def test_the_run_of_full_blocks_written_out_is_what_the_manager_does(prompts):
+    scenario = cache_of(Engine(blocks=12), (Full(block=4),), "order", rules_of(NEWEST), 4 * HASH_BLOCK)
+    plain, whole = (ModelSide(scenario, rules_of(NEWEST), HASH_BLOCK, with_digests=True) for _ in range(2))
+    assert plain.is_plain
+    whole.is_plain = False
+    chains = Chains()
+    for index, (hash_ids, num_missing) in enumerate(prompts):
+        row = Row(index, 0.0, len(hash_ids) * HASH_BLOCK - num_missing, 0, hash_ids)
+        chain = chains.number(hash_ids)
+        assert plain.look_up(index, row, chain) == whole.look_up(index, row, chain)
 
 
 def test_another_model_is_found_out(target, tmp_path):

@@ -61,13 +61,13 @@ class TracePrefixes:
         chain, num_prompt = self._prompts[request_index]
         num_in_prompt = min(num_prompt // size, num_hashed)  # whole hash blocks only
         if num_known < num_in_prompt:
-            prefixes += self._prompt_numbers(chain, num_known, num_in_prompt)
+            prefixes += self.prompt_numbers(chain, num_known, num_in_prompt)
             num_known = num_in_prompt
         for _ in range(num_known, num_hashed):
             prefixes.append(2 * self._num_outputs + 1)
             self._num_outputs += 1
 
-    def _prompt_numbers(self, chain: list[int], start: int, end: int) -> list[int]:
+    def prompt_numbers(self, chain: list[int], start: int, end: int) -> list[int]:
         """Numbers of the prefixes that end with the hash blocks [start, end). A trace block that holds several ends has a
         number for each; the numbers stay dense, since a dictionary's keys should differ in their low bits."""
         size, trace_size = self.hash_block_size, self.trace_block_size

@@ -146,8 +146,9 @@ class Replay:
             chain = self.chains.number(row.hash_ids)
             totals.requests += 1
             totals.trace_blocks += len(chain)
-            totals.trace_blocks_seen += sum(map(seen.__contains__, chain))
-            seen.update(chain)
+            num_seen = len(seen)
+            seen.update(chain)  # a chain has no number twice
+            totals.trace_blocks_seen += num_seen + len(chain) - len(seen)
             yield index, row, chain
 
     def _in_order(self, rows: Iterator[tuple[int, Row, list[int]]]) -> Iterator[Event]:

@@ -11,6 +11,7 @@ import msgspec
 
 from diff_tests.workload.prompts import TracePrefixes
 from diff_tests.workload.trace import Row
+from sim.groups.full import FullManager
 from sim.releases import Rules
 from sim.request import Request
 from sim.scenario import Add, Scenario
@@ -103,6 +104,13 @@ class ModelSide:
         self._num_groups = len(scenario.groups)
         self._num_steps = 0
         self._rows: dict[str, int] = {}
+        groups, setting = self._kv.groups, self._kv.setting
+        # One group of full attention, whose hits end with whole blocks: a prompt's blocks are all there is.
+        self.is_plain = (
+            len(groups) == 1
+            and type(groups[0]) is FullManager
+            and groups[0].block_size == setting.hash_block_size == setting.hit_alignment
+        )
 
     def add(self, index: int, row: Row, chain: list[int]) -> None:
         add = _add(index, max(1, row.output_length))
@@ -140,8 +148,11 @@ class ModelSide:
         )
 
     def look_up(self, index: int, row: Row, chain: list[int]) -> StepFacts:
-        stepwise = self._scheduler.mamba_split is not None
-        num_found, tables = (self._prefill if stepwise else self._allocate)(index, row, chain)
+        if self.is_plain:
+            num_found, tables = self._allocate_plainly(row, chain)
+        else:
+            stepwise = self._scheduler.mamba_split is not None
+            num_found, tables = (self._prefill if stepwise else self._allocate)(index, row, chain)
         lookup = Lookup(index, row.input_length, num_found, 0, False)
         digest = digest_of([tables], self.pool.free_order()) if self._with_digests else 0
         return StepFacts([], [lookup], [], [index], self.pool.num_free, digest)
@@ -161,6 +172,20 @@ class ModelSide:
                 self._prefixes.remove(self._rows.pop(request_id))
         assert num_found is not None
         return num_found, tables
+
+    def _allocate_plainly(self, row: Row, chain: list[int]) -> tuple[int, list[list[int]]]:
+        """`_allocate` where the cache `is_plain`, written out: all that a run of full blocks does to the pool."""
+        pool, size, num_tokens = self.pool, self._prefixes.hash_block_size, row.input_length
+        num_full = num_tokens // size  # whole blocks only
+        keys = self._prefixes.prompt_numbers(chain, 0, num_full)
+        # The last token is always computed anew.
+        table = pool.lookup_run(keys if num_tokens % size else keys[:-1])
+        num_found = len(table)
+        pool.touch(table)
+        table += pool.take(-(-num_tokens // size) - num_found)  # rounded up: the last block may be partial
+        pool.link_run(keys[num_found:], table[num_found:num_full])
+        pool.release(reversed(table))
+        return num_found * size, [table]
 
     def _allocate(self, index: int, row: Row, chain: list[int]) -> tuple[int, list[list[int]]]:
         """A request that gets its blocks at once: no scheduler is needed. (Tokens found in the cache, its tables.)"""
