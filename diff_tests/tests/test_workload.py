@@ -101,6 +101,7 @@ def test_chained_numbers_are_equal_exactly_where_the_prefixes_are(prompts):
             prefix = tuple(prompt[:length])
             assert prefixes.setdefault(number, prefix) == prefix
             assert numbers.setdefault(prefix, number) == number
+        assert chains.num_prefixes == len(numbers)
 
 
 @given(

@@ -128,9 +128,6 @@ class Replay:
     chains: Chains = field(default_factory=Chains)
     totals: Totals = field(default_factory=Totals)
 
-    def __post_init__(self) -> None:
-        self._seen: set[int] = set()
-
     def events(self, rows: Iterable[Row]) -> Iterator[Event]:
         """All steps in order; in order mode, one a request."""
         admissible = self._admissible(rows)
@@ -138,17 +135,16 @@ class Replay:
 
     def _admissible(self, rows: Iterable[Row]) -> Iterator[tuple[int, Row, list[int]]]:
         """(index, row, chained hashes) of the rows that fit under max_model_len."""
-        totals, seen = self.totals, self._seen
+        totals = self.totals
         for index, row in enumerate(rows):
             if row.input_length >= self.max_model_len:
                 totals.too_long += 1
                 continue
+            num_prefixes = self.chains.num_prefixes
             chain = self.chains.number(row.hash_ids)
             totals.requests += 1
             totals.trace_blocks += len(chain)
-            num_seen = len(seen)
-            seen.update(chain)  # a chain has no number twice
-            totals.trace_blocks_seen += num_seen + len(chain) - len(seen)
+            totals.trace_blocks_seen += len(chain) - (self.chains.num_prefixes - num_prefixes)
             yield index, row, chain
 
     def _in_order(self, rows: Iterator[tuple[int, Row, list[int]]]) -> Iterator[Event]:

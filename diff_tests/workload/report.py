@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.metadata
 import json
 import shlex
 import subprocess
@@ -17,6 +16,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
+from diff_tests import __version__
 from diff_tests.workload.replay import Event, RequestLife
 from diff_tests.workload.study import Study
 
@@ -39,7 +39,7 @@ class Origin:
 def origin(release: str, arguments: Sequence[str]) -> Origin:
     """The origin of an output of this run."""
     command = shlex.join(["kvoracle", *arguments])
-    return Origin(importlib.metadata.version("kvoracle"), _commit(), release, command)
+    return Origin(__version__, _commit(), release, command)
 
 
 def _commit() -> str | None:

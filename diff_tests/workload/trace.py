@@ -100,13 +100,22 @@ class Chains:
         self._parents: dict[int, int] = {}
         self._renamed: dict[tuple[int, int], int] = {}
 
+    @property
+    def num_prefixes(self) -> int:
+        """Different prefixes so far."""
+        return len(self._parents) + len(self._renamed)
+
     def number(self, hash_ids: list[int]) -> list[int]:
         """The numbers of a prompt's prefixes, block by block."""
         if not hash_ids:
             return []
+        parents = self._parents
+        num_known = len(parents)
         before = [-1, *hash_ids[:-1]]
-        if list(map(self._parents.setdefault, hash_ids, before)) == before:
+        if list(map(parents.setdefault, hash_ids, before)) == before:
             return hash_ids
+        while len(parents) > num_known:  # their predecessors may have other numbers than their hashes
+            parents.popitem()
         return self._rechained(hash_ids)
 
     def _rechained(self, hash_ids: Sequence[int]) -> list[int]:
