@@ -32,6 +32,7 @@ from diff_tests.run import Outcome, run_on
 from diff_tests.shard import CaseReport, Cases, Sample, Shard, compare_repeat, report_of
 from diff_tests.vllm_target import wire
 from diff_tests.vllm_target.target import Alone, CasesMessage, Target, TargetInfo
+from oracle import contracts
 from oracle.findings import Fault, Finding
 from sim.history import History
 from sim.scenario import Scenario, dump, plain
@@ -227,7 +228,7 @@ class Campaign:
             return Crew(self.target, self._source, self._shares, plan.jobs, deadline)
         from diff_tests.cluster import RayCrew, TargetSettings
 
-        settings = TargetSettings(plan.vllm, plan.connector, self.target.defect, plan.as_release)
+        settings = TargetSettings(plan.vllm, plan.connector, self.target.defect, plan.as_release, contracts.added())
         return RayCrew(settings, self._source, self._shares, plan.ray, plan.jobs, deadline)
 
     # -- what the jobs send --------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The jobs of a campaign on a Ray cluster: the same shares, the same findings, on more machines.
 
-Every machine needs kvoracle, the vLLM under test and, where one is given, the connector's file at the same path. Ray starts
-a lost share again on another worker.
+Every machine needs kvoracle, the vLLM under test and, where they are given, the connector's file at the same path and the
+module of its contract. Ray starts a lost share again on another worker.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from diff_tests.campaign import Share, ShareResult, Shares
 from diff_tests.shard import Cases
 from diff_tests.vllm_target.target import Target
+from oracle import contracts
 
 SHARES_AHEAD = 2
 """Shares handed over for each core of the cluster, so that none waits for us."""
@@ -34,15 +35,19 @@ class TargetSettings:
     connector: str | None
     defect: str | None
     as_release: str | None
+    contracts: tuple[str, ...] = ()  # of connectors from outside, as `module:Class`
 
 
 _targets: dict[TargetSettings, Target] = {}
 
 
 def run_share(settings: TargetSettings, source: Cases, share: Share) -> ShareResult:
-    """In a worker: runs and judges one share. A worker keeps its target for the next."""
+    """In a worker: runs and judges one share. A worker keeps its target for the next. Raises ValueError for a contract
+    that this machine does not have."""
     target = _targets.get(settings)
     if target is None:
+        for path in settings.contracts:
+            contracts.add(path)
         target = _targets[settings] = Target(
             settings.vllm, settings.connector, settings.defect, as_release=settings.as_release
         )

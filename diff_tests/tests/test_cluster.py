@@ -10,6 +10,8 @@ import pytest
 
 from diff_tests.campaign import Campaign, Plan, Summary
 from diff_tests.cli import run_cli
+from diff_tests.cluster import TargetSettings, run_share
+from diff_tests.shard import Cases
 from diff_tests.vllm_target.target import Target
 
 ray = pytest.importorskip("ray", reason="the ray extra is not installed")
@@ -57,6 +59,12 @@ def test_a_killed_worker_changes_nothing(target: Target, tmp_path: Path) -> None
         f: (r.num_cases, r.first_case) for f, r in here.faults.items()
     }
     assert there.coverage.plain() == here.coverage.plain()
+
+
+def test_a_worker_takes_in_the_contracts_from_outside() -> None:
+    settings = TargetSettings("current", None, None, None, ("nowhere.to_be_found:Contract",))
+    with pytest.raises(ValueError, match=r"nowhere\.to_be_found:Contract"):
+        run_share(settings, Cases(seed=1), (0, 1))
 
 
 def test_no_cluster_at_an_address_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
