@@ -1,5 +1,8 @@
-"""Follows an observed run: who was scheduled, admitted and sent back, and what the connector answered, are given; tables,
-hits, copies and the order of the free queue are predicted.
+"""Follows an observed run: who was scheduled, admitted and sent back, what the connector answered, and how many tokens
+came of each step, are given; tables, hits, copies and the order of the free queue are predicted.
+
+What is scheduled beyond the tokens that a request has are drafts; as many of them were accepted as tokens came of the step
+beyond the first.
 
 Where the model cannot do what was observed (a request does not fit, another one has to go), it does what it can, and the
 histories differ there.
@@ -8,10 +11,10 @@ histories differ there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from sim.history import Scheduled
+from sim.history import Scheduled, Updated
 from sim.releases import Rules
 from sim.request import Request, Status
 from sim.scenario import Scenario
@@ -19,10 +22,14 @@ from sim.scheduler import NOTHING_NEW, Budget, Found, Plan, Scheduler, Size
 
 
 class Observed(NamedTuple):
-    """An observed run: its steps in order, one for each that the scenario schedules; what the connector is like, see
-    ConnectorRule."""
+    """An observed run. steps: in order, one for each that the scenario schedules. updates: likewise; None where the
+    scenario itself says how many drafts are accepted. computed_at_end: tokens that a request counted as computed when it
+    ended, which tell how many drafts were accepted beyond its end. Further, what the connector is like, see ConnectorRule.
+    """
 
     steps: Iterable[Scheduled]
+    updates: Iterable[Updated] | None = None
+    computed_at_end: Mapping[str, int] = {}
     requires_kv_delivery: bool = True
     restores_windows: bool = False
 
@@ -53,6 +60,9 @@ class FollowingScheduler(Scheduler):
         self._answers = FollowedConnector(observed) if scenario.connector is not None else None
         super().__init__(scenario, rules, self._answers)
         self._observed = iter(observed.steps)
+        self._updates = iter(observed.updates) if observed.updates is not None else None
+        self._computed_at_end = observed.computed_at_end
+        self._whole_budget = Budget(0, 0, encoder=self.engine.max_num_batched_tokens)
 
     def schedule(self) -> Plan:
         """The next observed step. Raises PredictedError where vLLM raises."""
@@ -65,6 +75,20 @@ class FollowingScheduler(Scheduler):
         self._preempted_since_last_step = []
         self._finish_plan(plan)
         return plan
+
+    def update(self, plan: Plan) -> tuple[list[str], dict[str, int]]:
+        """The output of a step, with as many drafts accepted as were observed."""
+        observed = next(self._updates, None) if self._updates is not None else None
+        if observed is not None:
+            for request, num_drafts in plan.drafts.items():
+                plan.accepted[request] = self._observed_accepted(request, num_drafts, observed)
+        return super().update(plan)
+
+    def _observed_accepted(self, request: Request, num_drafts: int, observed: Updated) -> int:
+        num_accepted = observed.new_tokens.get(request.id, 0) - 1
+        if request.id in observed.finished and request.id in self._computed_at_end:
+            num_accepted = num_drafts - (request.num_computed - self._computed_at_end[request.id])
+        return min(max(num_accepted, 0), num_drafts)
 
     def _follow_running(self, plan: Plan, step: Scheduled) -> None:
         """As in vLLM's loop over the running requests, each asks for room; who was sent back for want of it asked, too."""
@@ -85,8 +109,15 @@ class FollowingScheduler(Scheduler):
             if room:
                 plan.scheduled[request] = num_new
                 budget.spend(num_new)
+                self._take_drafts(request, num_new, plan)
             elif room is None:
                 index -= 1
+
+    def _take_drafts(self, request: Request, num_new: int, plan: Plan) -> None:
+        num_drafts = request.num_computed + num_new - len(request.tokens) - request.num_placeholders
+        if num_drafts > 0 and self.num_spec:
+            plan.drafts[request] = num_drafts
+        request.num_drafts = 0
 
     def _follow_admissions(self, plan: Plan, step: Scheduled) -> None:
         """Questions and admissions in the order in which they came; a question precedes its admission at once. Who comes
@@ -124,6 +155,7 @@ class FollowingScheduler(Scheduler):
         size = NOTHING_NEW
         if not found.loads_later:
             size = Size(step.scheduled.get(request.id, 0), self._num_replayed(request, found), False)
+        self._schedule_encoder(request, found, self._whole_budget)
         if not self._fits(request, found, size):
             return
         queue = self.aside if request in list(self.aside) else self.waiting
@@ -135,6 +167,7 @@ class FollowingScheduler(Scheduler):
             self._put_back([request])
         else:
             self._admit(request, size, plan)
+            self._take_drafts(request, size.num_new, plan)
 
     def _waiting_request(self, name: str) -> Request | None:
         return next((request for queue in (self.aside, self.waiting) for request in queue if request.id == name), None)

@@ -26,7 +26,7 @@ from oracle.compare import compare
 from oracle.findings import Finding
 from oracle.laws import judge
 from sim.follow import Observed
-from sim.history import Act, History, Scheduled, Selections
+from sim.history import Act, History, Scheduled, Selections, Updated
 from sim.scenario import ScenarioError
 from sim.simulator import Simulator
 
@@ -117,6 +117,8 @@ def _follow(rebuilt: Rebuilt) -> tuple[History, Finding | None, int, str | None]
 def _observed(rebuilt: Rebuilt, steps: list[Scheduled]) -> Observed:
     return Observed(
         steps,
+        [record for record in rebuilt.history if isinstance(record, Updated)],
+        rebuilt.computed_at_end,
         requires_kv_delivery=rebuilt.requires_kv_delivery,
         restores_windows=rebuilt.contract is not None and rebuilt.contract.rule().restores_windows,
     )

@@ -39,6 +39,16 @@ _KINDS: dict[str, type[AnyGroup]] = {
 _NOT_MODELLED = ("SinkFullAttentionSpec", "HiSparseHotSpec", "HiSparseResidentSpec")
 _SAME_AS_BASE = ("HiddenStateCacheSpec",)
 
+# Methods that a block table cannot tell apart: without layers of their own, with a model beside, on the model's states.
+_METHODS = {
+    "ngram": "ngram",
+    "ngram_gpu": "ngram",
+    "suffix": "ngram",
+    "draft_model": "draft_model",
+    "eagle": "eagle",
+    "eagle3": "eagle",
+}
+
 
 class Geometry(NamedTuple):
     """An engine in our words. gaps: what the model does not know of it, each a clause; then only the laws judge."""
@@ -104,10 +114,15 @@ def _speculative(settings: dict[str, Any], gaps: list[str]) -> Speculative | Non
     num_tokens = settings.get("num_speculative_tokens")
     if not num_tokens:
         return None
-    gaps.append("speculative decoding of a recorded run is not followed")
     method = str(settings.get("method"))
-    known = "ngram" if method.startswith("ngram") else "draft_model" if method == "draft_model" else "eagle"
-    return Speculative(method=known, tokens=num_tokens)  # type: ignore[arg-type]  # one of the three
+    kind = _METHODS.get(method, "eagle" if method.endswith("mtp") else None)
+    if kind is None:
+        gaps.append(f"speculation by {method} is not modelled")
+    if settings.get("num_speculative_tokens_per_batch_size"):
+        gaps.append("drafts whose number depends on the batch are not modelled")
+    if settings.get("disable_eagle_block_drop"):
+        gaps.append("EAGLE that keeps the last block of a hit is not modelled")
+    return Speculative(method=kind or "ngram", tokens=num_tokens)  # type: ignore[arg-type]  # one of three
 
 
 def _connector(start: StartRecord) -> Connector:

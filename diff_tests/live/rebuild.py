@@ -57,8 +57,8 @@ class Rebuilt:
 
     places: for each record of the history, the line of the trace that it comes from. gaps: why the model cannot follow,
     from which step on (0: at all). others: what workers besides the first received, by rank and step; other_acts: the order
-    in which they loaded and computed, where it was seen. ids: vLLM's request IDs by name; names: by number and by ID.
-    is_alone: no other child of a MultiConnector is probed.
+    in which they loaded and computed, where it was seen. computed_at_end: tokens by request. ids: vLLM's request IDs by
+    name; names: by number and by ID. is_alone: no other child of a MultiConnector is probed.
     """
 
     scenario: Scenario
@@ -70,6 +70,7 @@ class Rebuilt:
     notes: list[str] = field(default_factory=list)
     others: dict[int, dict[int, Selections | None]] = field(default_factory=dict)
     other_acts: dict[int, dict[int, list[Act]]] = field(default_factory=dict)
+    computed_at_end: dict[str, int] = field(default_factory=dict)
     ids: dict[str, str] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     has_beginning: bool = True
@@ -113,6 +114,7 @@ class _Rebuilder:
         self._history: History = []
         self._places: list[str] = []
         self._gaps: list[tuple[int, str]] = []
+        self._computed_at_end: dict[str, int] = {}
         self._notes: list[str] = []
         self._asked: list[tuple[int, int, int | None]] = []
         self._external: dict[int, int] = {}
@@ -149,6 +151,7 @@ class _Rebuilder:
             notes=self._notes,
             others=others,
             other_acts={worker.rank: worker.acts for worker in self._workers[1:]},
+            computed_at_end=self._computed_at_end,
             ids={life.name: life.add.id for life in self._lives.values()},
             names={
                 **{str(n): life.name for n, life in self._lives.items()},
@@ -395,6 +398,8 @@ class _Rebuilder:
         if num_new < 0:
             raise TraceError(line.path, line.number, f"request {record.n} ends with {record.tokens} of {life.known} tokens")
         life.ended = True
+        if record.computed is not None:
+            self._computed_at_end[life.name] = record.computed
         life.known = record.tokens
         life.num_outputs += num_new
         life.digests += record.prefix

@@ -193,6 +193,7 @@ class EndRecord(_Record, frozen=True, tag="end"):
     n: int
     status: str = ""
     tokens: int = 0
+    computed: int | None = None
     prefix: list[Digest] = []
     delayed: bool = False
     c: int = 0

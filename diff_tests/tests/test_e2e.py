@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,18 +27,19 @@ from diff_tests.vllm_target.api_server import arguments
 from diff_tests.vllm_target.engine.tokens import VocabularyTokens
 from diff_tests.vllm_target.releases import TargetInputError, is_cached
 from diff_tests.vllm_target.target import Target
-from sim.history import Scheduled
+from sim.history import Scheduled, Updated
 from sim.scenario import Add, ScenarioError, check
 
 
-def engine_run(model: str, vllm: str = "current") -> ModelRun:
-    """The matrix in an engine of its own. Skips where the release is not here."""
+def engine_run(name: str, vllm: str = "current", **settings: Any) -> ModelRun:
+    """The matrix in an engine of its own, with further engine arguments. Skips where the release is not here."""
     if vllm == "current" and importlib.util.find_spec("vllm") is None:
         pytest.skip("no vLLM is installed in this environment")
     if vllm != "current" and not is_cached(vllm):
         pytest.skip(f"vLLM {vllm} is not in the cache; fetch it with `kvoracle vllm add {vllm}`")
+    model = replace(MODELS[name], settings={**MODELS[name].settings, **settings})
     with Target(vllm, timeout_s=ENGINE_TIMEOUT_S) as target:
-        return run_model(target, MODELS[model], probed_connector(None), http=False)
+        return run_model(target, model, probed_connector(None), http=False)
 
 
 def table(run: ModelRun) -> list[tuple]:
@@ -74,6 +77,16 @@ class TestInAnEngine:
             [judged.finding.message for judged in run.checked.findings] if run.checked else run.error
         )
         assert acts(run) == {("zero", "fill", "forward"), ("zero", "forward")}
+
+    def test_drafts_are_followed(self):
+        speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+        run = engine_run("qwen3", speculative_config=speculation)
+        assert run.verdict == "same", (
+            [judged.finding.message for judged in run.checked.findings] if run.checked else run.error
+        )
+        assert (run.checked.num_followed, run.checked.gap) == (run.checked.num_steps, None)
+        new_tokens = [n for r in run.checked.rebuilt.history if isinstance(r, Updated) for n in r.new_tokens.values()]
+        assert set(new_tokens) == {1, 2, 3, 4}
 
     def test_a_prefix_that_was_filled_over_is_named_with_its_owner(self):
         run = engine_run("qwen3", "0.29.0")

@@ -152,7 +152,7 @@ def _cases(target: Target, num_cases: int) -> list[Scenario]:
         # With frees deferred, a trace does not tell an attempt that failed without a victim from none: states may be let go
         # a step apart.
         is_told = not (case.engine.async_scheduling and any(group.kind == "mamba" for group in case.groups))
-        is_told = is_told and not case.engine.speculative and len(ids) == len(set(ids))
+        is_told = is_told and len(ids) == len(set(ids))
         if case.driver == "scheduler" and is_probed and is_told:
             cases.append(case)
     return cases
@@ -179,7 +179,7 @@ def test_decisions_of_any_run_are_followed(target: Target):
     for seed in range(60):
         case = generate(SeededChooser(case_seed(5, seed)), target.info.rules)
         history = target.run(case) if case.driver == "scheduler" else []
-        steps = [record for record in history if isinstance(record, Scheduled)] if not case.engine.speculative else []
+        steps = [record for record in history if isinstance(record, Scheduled)]
         if steps and not isinstance(history[-1], Failure):
             predicted = Simulator(case, target.info.rules, observed=Observed(steps)).history()
             assert compare(predicted, history) is None, seed

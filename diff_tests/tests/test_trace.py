@@ -178,6 +178,23 @@ def test_an_unknown_vllm_is_judged_by_the_laws_alone(folder: Path):
     assert {judged.finding.law for judged in check(folder).findings} == {4, 5}
 
 
+@pytest.mark.parametrize(
+    ("settings", "gap"),
+    [
+        ({"method": "ngram"}, None),
+        ({"method": "medusa"}, "speculation by medusa is not modelled"),
+        ({"method": "ngram", "num_speculative_tokens_per_batch_size": "[[1, 2]]"}, "drafts whose number depends on"),
+        ({"method": "deepseek_mtp", "disable_eagle_block_drop": True}, "EAGLE that keeps the last block"),
+    ],
+)
+def test_speculators_that_the_model_does_not_know_are_named(folder: Path, settings: dict, gap: str | None):
+    """The trace has no drafts, which a speculator on n-grams of the prompt may well have none of."""
+    edit(folder / SCHEDULER, lambda lines: lines[0]["engine"].update(num_speculative_tokens=2, **settings))
+    checked = check(folder)
+    assert checked.verdict == "same"
+    assert gap in checked.gap if gap else checked.num_followed == checked.num_steps
+
+
 def test_a_second_rank_that_was_told_otherwise_is_named(folder: Path):
     other = folder / "worker-1.000.jsonl"
     shutil.copy(folder / WORKER, other)

@@ -43,7 +43,7 @@ Scheduler. Requests are numbered (`n`) in order of arrival:
               or extends the table, [-1, block IDs] replaces it; null is 0. selected: see below
     meta      k, c, selected: what another child of MultiConnector built in step k
     loaded    recving, sending, failed [n]: transfers that a worker reported as ended
-    end       n, status, tokens, delayed (the connector keeps the blocks for now)
+    end       n, status, tokens, computed (tokens; only with drafts), delayed (the connector keeps the blocks for now)
     update    k, at, new [[n, tokens]] (left out: as in the update before), prefix [[n, [digests of whole hash blocks
               since]]]: output of step k was processed
     reset     the prefix cache was emptied since the record before
@@ -392,7 +392,12 @@ _ENGINE_FIELDS = {
         "prefill_context_parallel_size",
     ),
     "model_config": ("max_model_len", "is_encoder_decoder"),
-    "speculative_config": ("method", "num_speculative_tokens"),
+    "speculative_config": (
+        "method",
+        "num_speculative_tokens",
+        "num_speculative_tokens_per_batch_size",
+        "disable_eagle_block_drop",
+    ),
     "kv_events_config": ("enable_kv_cache_events",),
     "kv_transfer_config": ("kv_load_failure_policy",),
 }
@@ -491,6 +496,7 @@ class SchedulerTape(Tape):
         # How a group's tables may change from step to step decides how they are looked at.
         self._watch = [_watch_of(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
         self._only_grow = all(watch == "end" for watch in self._watch)
+        self._has_drafts = getattr(vllm_config, "speculative_config", None) is not None
         self._allocated: list[str] = []
         # Most steps are like the one before: what repeats is left out.
         self._last_scheduled: dict[str, int] | None = None
@@ -572,6 +578,8 @@ class SchedulerTape(Tape):
             return
         self._tell_reset()
         end: dict[str, Any] = {"t": "end", "n": known.n, "status": status, "tokens": request.num_tokens}
+        if self._has_drafts:
+            end["computed"] = request.num_computed_tokens
         if request.num_tokens > known.num_tokens:
             end["prefix"] = self._new_prefixes(known)
             if self.keeps_tokens:
