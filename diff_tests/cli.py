@@ -1070,10 +1070,11 @@ def mutants(vllm: str, connector: str, only: str | None, cases: int, seed: int, 
     from diff_tests.vllm_target.connectors import is_file
 
     name = "DecodeBenchConnector" if is_file(connector) else connector
-    trial = trials.Trial(vllm, name, seed, cases, jobs or num_cores())
     subjects = [] if only == "first-order" else trials.named_subjects()
     equivalent = trials.load_equivalent()
-    with _Started(vllm) as (target, _):
+    with _Started(vllm) as (target, info):
+        first = trials.directed_cases(name, info.rules.release)
+        trial = trials.Trial(vllm, name, seed, cases, jobs or num_cores(), first)
         if only != "named":
             changed = first_order(_target_errors(lambda: trials.installed_source(target, connector)))
             subjects += trials.subjects_of(changed)

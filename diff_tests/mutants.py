@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import tempfile
 import threading
 import time
@@ -10,6 +11,7 @@ import tomllib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,14 @@ from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
+from diff_tests.corpus import CORPUS, find_cases
 from diff_tests.mutation import Mutant
 from diff_tests.shard import CaseReport, Cases
 from diff_tests.vllm_target import wire
 from diff_tests.vllm_target.defects import DEFECTS
 from diff_tests.vllm_target.target import Alone, Target, TargetInputError
 from oracle.findings import Finding
+from sim.scenario import Mamba, Scenario
 
 EQUIVALENT = Path(__file__).parent / "equivalent_mutants.toml"
 _SHARES = (8, 8, 16, 32, 64)
@@ -58,17 +62,23 @@ class Result:
 
 @dataclass(frozen=True)
 class Trial:
-    """What each subject has to face: cases of a seed, all with the connector under test."""
+    """What each subject has to face: `first`, then `num_cases` cases of a seed, all with the connector under test."""
 
     vllm: str
     connector: str
     seed: int
     num_cases: int
     jobs: int = 1
+    first: tuple[Scenario, ...] = ()
 
     @property
     def cases(self) -> Cases:
-        return Cases(self.seed, connector=self.connector)
+        return Cases(self.seed, connector=self.connector, first=self.first)
+
+    @property
+    def most_cases(self) -> int:
+        """As many as a survivor has faced."""
+        return len(self.first) + self.num_cases
 
 
 class Equivalent(Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,6 +113,25 @@ def stale(equivalent: dict[str, Equivalent], mutants: Sequence[Mutant]) -> list[
         for key, entry in equivalent.items()
         if key not in by_key or (by_key[key].before, by_key[key].after) != (entry.before, entry.after)
     ]
+
+
+def directed_cases(connector: str, release: str) -> tuple[Scenario, ...]:
+    """The corpus cases with this connector in which the release is sound, small ones first."""
+    sound = [
+        case.scenario
+        for case in find_cases([CORPUS])
+        if case.scenario.connector is not None
+        and case.scenario.connector.name == connector
+        and release in case.expect
+        and case.expect[release].verdict in ("same", "known")
+    ]
+    return tuple(sorted(sound, key=_effort))
+
+
+def _effort(scenario: Scenario) -> tuple[int, int]:
+    """Elements of the states that are kept as tensors, and blocks of the pool."""
+    mambas = [group for group in scenario.groups if isinstance(group, Mamba)]
+    return sum(math.prod(state.shape) for group in mambas for state in group.states), scenario.engine.blocks
 
 
 def subjects_of(mutants: Sequence[Mutant]) -> list[Subject]:
@@ -186,7 +215,7 @@ def put_on_trial(trial: Trial, subject: Subject, folder: Path) -> Result:
                 return Result(subject, finding, num_cases, time.monotonic() - started)
     except TargetInputError:
         return Result(subject, None, 0, time.monotonic() - started, at_import=True)
-    return Result(subject, None, trial.num_cases, time.monotonic() - started)
+    return Result(subject, None, trial.most_cases, time.monotonic() - started)
 
 
 def _findings(trial: Trial, target: Target) -> Iterator[tuple[Finding, int]]:
@@ -194,8 +223,8 @@ def _findings(trial: Trial, target: Target) -> Iterator[tuple[Finding, int]]:
     from diff_tests.run import judge_run
 
     start = 0
-    for number in range(trial.num_cases):
-        stop = min(start + _SHARES[min(number, len(_SHARES) - 1)], trial.num_cases)
+    for number in count():
+        stop = min(start + _SHARES[min(number, len(_SHARES) - 1)], trial.most_cases)
         if start == stop:
             return
         for message in target.run_cases(trial.cases, start, stop):
@@ -220,7 +249,7 @@ def document(trial: Trial, results: Sequence[Result], equivalent: dict[str, Equi
         "verdict": "pass" if len(survived) == len(judged) else "fail",
         "target": {"vllm": trial.vllm, "connector": trial.connector},
         "seed": trial.seed,
-        "cases": trial.num_cases,
+        "cases": trial.most_cases,
         "subjects": len(results),
         "killed": len(killed),
         "equivalent": len(judged),
@@ -257,8 +286,8 @@ def print_results(console: Console, trial: Trial, results: Sequence[Result], equ
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("killed by")
     table.add_column("", justify="right")
-    for law, count in shown["by_law"].items():
-        table.add_row(law, str(count))
+    for law, num_killed in shown["by_law"].items():
+        table.add_row(law, str(num_killed))
     console.print(table)
     console.print(
         f"{shown['verdict']}: {shown['killed']} of {shown['subjects']} killed, {shown['equivalent']} judged equivalent, "

@@ -6,8 +6,9 @@ import ast
 import copy
 import difflib
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Change = tuple[str, ast.AST | list[ast.stmt]]
@@ -17,7 +18,8 @@ Change = tuple[str, ast.AST | list[ast.stmt]]
 @dataclass(frozen=True)
 class Mutant:
     """One change of a file. operator: what was done; line: where, in the original; before, after: the changed lines as
-    `ast` writes them. key names the mutant by place and change, whatever its line number."""
+    `ast` writes them. nth: how many changes of the same text come before it in its function. key names the mutant by place
+    and change, whatever its line number."""
 
     operator: str
     line: int
@@ -25,11 +27,12 @@ class Mutant:
     before: str
     after: str
     source: str = field(repr=False, compare=False)
+    nth: int = 0
 
     @property
     def key(self) -> str:
         """Stays the same while the function's text around the change does."""
-        text = "\n".join((self.operator, self.scope, self.before, self.after))
+        text = "\n".join((self.operator, self.scope, self.before, self.after, *([str(self.nth)] if self.nth else [])))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @property
@@ -50,7 +53,17 @@ def mutants(source: str) -> list[Mutant]:
             mutant = _mutant(tree, original, place, operator, replacement)
             if mutant is not None:
                 found.setdefault(mutant.source, mutant)
-    return sorted(found.values(), key=lambda mutant: mutant.line)
+    return _numbered(sorted(found.values(), key=lambda mutant: mutant.line))
+
+
+def _numbered(found: list[Mutant]) -> list[Mutant]:
+    """Mutants that read alike, told apart by their order."""
+    seen: Counter[str] = Counter()
+    numbered = []
+    for mutant in found:
+        numbered.append(replace(mutant, nth=seen[mutant.key]))
+        seen[mutant.key] += 1
+    return numbered
 
 
 # --------------------------------------------------------------------------------------------------------------- places

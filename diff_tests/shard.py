@@ -38,15 +38,20 @@ MOST_GROWTH_BYTES = 256 << 20
 @dataclass(frozen=True)
 class Cases:
     """The cases of a campaign by number: those generated from a seed with a choice of features, or, with `kinds`, those
-    of the exhaustive scope over these kinds of groups. connector: only cases with this one."""
+    of the exhaustive scope over these kinds of groups. connector: only cases with this one. first: what comes before them.
+    """
 
     seed: int
     features: tuple[str, ...] = tuple(FEATURES)
     kinds: tuple[str, ...] | None = None
     connector: str | None = None
+    first: tuple[Scenario, ...] = ()
 
     def case(self, index: int, rules: Rules) -> Scenario:
         """The index-th case."""
+        if index < len(self.first):
+            return self.first[index]
+        index -= len(self.first)
         if self.kinds is not None:
             return _scope(rules.release, self.kinds).case(index)
         if self.connector is None:

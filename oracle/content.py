@@ -376,7 +376,7 @@ class Replay:
             self._take_events(record.events)
 
     def _acted(self, record: Acted) -> None:
-        if record.action == "abort" and record.result == "done":
+        if record.action == "abort" and record.result in ("done", "delayed"):
             self._end_life(record.request or "")
         elif record.action == "run":
             self._num_runs += 1

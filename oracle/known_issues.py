@@ -165,7 +165,7 @@ def _needs_encoding(group: AnyGroup, mean: float, drawn: bool) -> bool:
     """Whether the type that the group's memory is stored in cannot take the fill as it is."""
     if isinstance(group, Mamba):
         return drawn or not -129 < mean < 128
-    if group.dtype in ("fp8_e4m3", "fp8_e5m2"):
+    if group.dtype.startswith("fp8") or group.dtype == "packed":
         return drawn or not -1 < mean < 256
     return clamp(mean, group.dtype) != mean
 

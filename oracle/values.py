@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import copysign, erf, exp, frexp, isnan, pi, sqrt
 from typing import NamedTuple
 
-ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1, "raw": 1}
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "raw": 1}
 """Bytes of one element. `raw` is memory without a number format of its own: pages of states, packed data."""
 
 
@@ -42,6 +42,7 @@ _FORMATS = {
     "bfloat16": _Format(8, 7, 127, (2 - 2**-7) * 2.0**127),
     "float16": _Format(5, 10, 15, 65504.0),
     "float32": _Format(8, 23, 127, (2 - 2**-23) * 2.0**127),
+    "fp8": _Format(4, 3, 7, 448.0),
     "fp8_e4m3": _Format(4, 3, 7, 448.0),
     "fp8_e5m2": _Format(5, 2, 15, 57344.0),
 }

@@ -10,7 +10,7 @@ from sim.scenario import MLA, RSWA, AnyGroup, Circular, Cross, Full, Layers, Mam
 
 FULL_LIKE = (Full, MLA, RSWA)
 
-_ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1}
+_ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "packed": 1}
 
 
 def page_bytes(group: AnyGroup, layers: Layers | None = None) -> int:

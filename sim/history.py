@@ -52,6 +52,7 @@ class Written(Struct, frozen=True, omit_defaults=True):
     was told to write hold bytes as they were before; `wrong_value` they were written with another value; `outside` the
     blocks were written though nobody asked; `padding` bytes that belong to no layer's view changed (layer is empty).
     value: the element as hex bytes in memory order where it is one constant. num_bytes: how many bytes are concerned.
+    tensor: of a layer that is kept as a list of state tensors, which of them; there are no blocks then.
     """
 
     group: int
@@ -62,6 +63,7 @@ class Written(Struct, frozen=True, omit_defaults=True):
     num_bytes: int = 0
     mean: float | None = None
     std: float | None = None
+    tensor: int | None = None
 
 
 class GroupInfo(Struct, frozen=True, omit_defaults=True):
@@ -148,7 +150,8 @@ class Updated(_State, kw_only=True, omit_defaults=True, tag_field="record", tag=
 class Acted(_State, kw_only=True, omit_defaults=True, tag_field="record", tag="action"):
     """Something outside a step: `abort`, `reset_prefix_cache`, or how a `run` ended.
 
-    result: for reset_prefix_cache "done" or "refused"; for run "idle", "limit" or "stalled"; for abort "done" or "gone".
+    result: for reset_prefix_cache "done" or "refused"; for run "idle", "limit" or "stalled"; for abort "done", "gone", or
+    "delayed" where the connector asks to free the blocks later.
     """
 
     step: int

@@ -213,4 +213,5 @@ def needs_zeroing(scenario: Scenario) -> bool:
     may be misread as each other."""
     if any(isinstance(group, Mamba) for group in scenario.groups):
         return True
-    return len({group.dtype for group in scenario.groups}) > 1
+    precisions = {"fp8" if group.dtype.startswith("fp8") else group.dtype for group in scenario.groups}
+    return len(precisions) > 1

@@ -19,7 +19,9 @@ VERSION = 1
 Count = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
-Dtype = Literal["bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"]
+PlainDtype = Literal["bfloat16", "float16", "float32"]
+Dtype = PlainDtype | Literal["fp8", "fp8_e4m3", "fp8_e5m2", "packed"]
+"""`fp8` is vLLM's name for the platform's own format, e4m3 on most; `packed`: bytes with scales or indexes among them."""
 
 
 class ScenarioError(ValueError):
@@ -75,6 +77,13 @@ class Connector(_Value, frozen=True, kw_only=True):
     load_failure: Literal["fail", "recompute"] = "fail"
 
 
+class StateTensor(_Value, frozen=True, kw_only=True):
+    """A tensor in which a worker keeps states of one layer, for all requests, outside of paged memory."""
+
+    dtype: PlainDtype = "bfloat16"
+    shape: Annotated[tuple[Count, ...], Meta(min_length=1)] = (4, 32)
+
+
 class Layers(_Value, frozen=True, kw_only=True):
     """Layers of a group whose pages have a size of their own."""
 
@@ -85,7 +94,9 @@ class Layers(_Value, frozen=True, kw_only=True):
 
 class Group(_Value, frozen=True, kw_only=True, tag_field="kind"):
     """One KV cache group. `block` and `kernel_block` are in tokens; `kernel_block` None means the same as `block`.
-    uniform: more layers of the same kind in the group, with pages of other sizes; allocation does not tell them apart."""
+    uniform: more layers of the same kind in the group, with pages of other sizes; allocation does not tell them apart.
+    unknown: how the first layers are registered with the connector where it is not as tensors: not at all (`absent`), as
+    some `object`, or as a `list` with such an object in it. It has to leave them alone."""
 
     block: Count
     layers: Count = 1
@@ -96,6 +107,7 @@ class Group(_Value, frozen=True, kw_only=True, tag_field="kind"):
     draft: bool = False
     dcp_sharded: bool | None = None
     uniform: tuple[Layers, ...] = ()
+    unknown: tuple[Literal["absent", "object", "list"], ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -145,12 +157,14 @@ class ChunkedLocal(Group, frozen=True, kw_only=True, tag="chunked_local"):
 
 class Mamba(Group, frozen=True, kw_only=True, tag="mamba"):
     """A state-space group: a block holds a state, not tokens. `checkpoint_blocks` reserves blocks for a state inside a
-    prefill step, at positions `checkpoint_alignment` tokens apart from the step's start."""
+    prefill step, at positions `checkpoint_alignment` tokens apart from the step's start. states: each layer is registered
+    as a list of these tensors instead of pages; blocks are allocated all the same."""
 
     mode: Literal["none", "align", "all"] = "none"
     speculative_blocks: Natural = 0
     checkpoint_blocks: Natural = 0
     checkpoint_alignment: Count | None = None
+    states: tuple[StateTensor, ...] = ()
 
 
 class Circular(Group, frozen=True, kw_only=True, tag="circular"):
@@ -513,6 +527,8 @@ def _check_group(group: AnyGroup, path: str) -> None:
         raise ScenarioError(f"{path}.kernel_block", f"must divide the block of {group.block} tokens")
     if group.uniform and isinstance(group, (Mamba, Cross)):
         raise ScenarioError(f"{path}.uniform", f"layers of kind {group.kind} have pages of one size")
+    if len(group.unknown) > group.num_layers:
+        raise ScenarioError(f"{path}.unknown", f"more than the group's {group.num_layers} layers")
 
 
 def _check_add(add: Add, engine: Engine, path: str) -> None:

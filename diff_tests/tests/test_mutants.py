@@ -12,6 +12,7 @@ from diff_tests.mutants import (
     Run,
     Subject,
     Trial,
+    directed_cases,
     document,
     installed_source,
     load_equivalent,
@@ -19,7 +20,10 @@ from diff_tests.mutants import (
     subjects_of,
 )
 from diff_tests.mutation import mutants
+from diff_tests.shard import Cases
 from diff_tests.vllm_target.target import Target
+from sim.releases import rules_of
+from sim.scenario import Mamba
 
 SOURCE = '''
 """A docstring stays."""
@@ -77,6 +81,15 @@ def test_each_mutant_is_one_change_that_parses_and_says_where() -> None:
         assert "log lines" not in mutant.diff
 
 
+def test_changes_that_read_alike_have_keys_of_their_own() -> None:
+    twice = mutants(
+        "def f(a):\n    for x in a:\n        if x:\n            continue\n        if g(x):\n            continue\n"
+    )
+    alike = [m for m in twice if m.operator == "statement deletion" and m.before.strip() == "continue"]
+    assert [m.nth for m in alike] == [0, 1]
+    assert len({m.key for m in twice}) == len(twice)
+
+
 def test_the_same_source_gives_the_same_keys_wherever_it_stands() -> None:
     moved = SOURCE.replace("import logging", "import logging\n\n\n")
     assert [m.key for m in mutants(SOURCE)] == [m.key for m in mutants(moved)]
@@ -106,6 +119,17 @@ def test_an_entry_listed_twice_is_an_error(tmp_path: Path) -> None:
     path.write_text(2 * entry)
     with pytest.raises(ValueError, match="listed twice: k"):
         load_equivalent(path)
+
+
+def test_directed_cases_come_first_and_the_largest_last() -> None:
+    first = directed_cases("DecodeBenchConnector", "0.32.0")
+    assert len(first) > 20
+    assert all(scenario.connector is not None and scenario.connector.name == "DecodeBenchConnector" for scenario in first)
+    cases = Cases(1, connector="DecodeBenchConnector", first=first)
+    rules = rules_of("0.32.0")
+    assert [cases.case(i, rules) for i in range(len(first))] == list(first)
+    assert cases.case(len(first), rules) == Cases(1, connector="DecodeBenchConnector").case(0, rules)
+    assert any(isinstance(group, Mamba) and group.states for group in first[-1].groups)
 
 
 def test_the_original_survives_and_a_mutant_of_the_selection_does_not(target: Target) -> None:

@@ -298,7 +298,7 @@ class _Alike(NamedTuple):
     @classmethod
     def of(cls, scenario: Scenario) -> _Alike:
         engine = scenario.engine
-        model_dtypes = [group.dtype for group in scenario.groups if group.dtype not in FP8]
+        model_dtypes = [group.dtype for group in scenario.groups if group.dtype not in (*FP8, "packed")]
         return cls(
             model_dtype=model_dtypes[0] if model_dtypes else "bfloat16",
             dcp=engine.dcp,

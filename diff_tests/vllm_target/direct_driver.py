@@ -143,23 +143,31 @@ class DirectDriver:
 
     def _abort(self, request_id: str) -> None:
         request = self._requests.pop(request_id, None)
+        delays = False
         if request is not None:
             with self._out.failing("action"):
-                self._finish(request)
+                delays = self._finish(request)
             del self._tables[request_id]
             self._admitted.pop(request_id, None)
             self._watch.forget(request_id)
-        result = "gone" if request is None else "done"
+        result = "gone" if request is None else "delayed" if delays else "done"
         self._out.emit(
             Acted(step=self._out.step, action="abort", request=request_id, result=result, tables=dict(self._tables))
         )
 
-    def _finish(self, request: Request) -> None:
+    def _finish(self, request: Request) -> bool:
+        """Whether the connector wants to keep the blocks for a while. With one group it is told as the scheduler tells
+        connectors that take no groups, and a MultiConnector its children beside such a one."""
         ids = tuple(self._tables[request.request_id])
-        if supports_hma(self._connector):
-            self._connector.request_finished_all_groups(request, ids)
+        if len(ids) == 1 or not supports_hma(self._connector):
+            answer = self._connector.request_finished(request, ids[0])
         else:
-            self._connector.request_finished(request, ids[0])
+            answer = self._connector.request_finished_all_groups(request, ids)
+        if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], bool)):
+            raise TypeError(f"the connector answers {answer!r}; it must be True or False, and parameters or None")
+        if not (answer[1] is None or isinstance(answer[1], dict)):
+            raise TypeError(f"the connector answers {answer!r}; parameters must be a dictionary or None")
+        return answer[0]
 
 
 def _effective_block_size(spec: Any, dcp: int) -> int:

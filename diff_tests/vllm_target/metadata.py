@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from oracle.contracts import Contract, ReadsMetadata
 from sim.history import Selection, Selections
 
@@ -22,5 +24,7 @@ def selections(metadata: Any, contract: Contract | None) -> Selections | None:
     return {request: _selection(*fill) for request, fill in fills.items()}
 
 
-def _selection(ids_by_group: Any, num_tokens: int) -> Selection:
-    return Selection(groups=[list(ids) for ids in ids_by_group], tokens=num_tokens)
+def _selection(ids_by_group: Any, num_tokens: Any) -> Selection:
+    """Raises ValidationError where something else than numbers stands in their place."""
+    groups = [list(ids) for ids in ids_by_group]
+    return msgspec.convert({"groups": groups, "tokens": num_tokens}, Selection)

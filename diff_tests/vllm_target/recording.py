@@ -88,6 +88,7 @@ class Watch:
 
         def get_num_new_matched_tokens(request: Any, num_computed_tokens: int) -> Any:
             answer = ask(request, num_computed_tokens)
+            _check_answer(answer)
             self.asked.append((request.request_id, num_computed_tokens, answer[0]))
             return answer
 
@@ -109,3 +110,13 @@ class Watch:
     def forget(self, request_id: str) -> None:
         """The request is gone before the step in which it would have been admitted: nothing that was answered counts."""
         self.asked = [asked for asked in self.asked if asked[0] != request_id]
+
+
+def _check_answer(answer: Any) -> None:
+    """Raises TypeError where a connector answers in another form than vLLM's interface has it: what the scheduler would
+    make of that is chance."""
+    if isinstance(answer, tuple) and len(answer) == 2:
+        num_external, loads_later = answer
+        if (num_external is None or type(num_external) is int) and isinstance(loads_later, bool):
+            return
+    raise TypeError(f"the connector answers {answer!r}; it must be a number of tokens or None, and True or False")

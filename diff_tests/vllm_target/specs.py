@@ -32,10 +32,12 @@ _TORCH_DTYPES = {
     "float16": torch.float16,
     "float32": torch.float32,
     # A worker stores fp8 as plain bytes; the quantisation mode says what they mean.
+    "fp8": torch.uint8,
     "fp8_e4m3": torch.uint8,
     "fp8_e5m2": torch.uint8,
+    "packed": torch.uint8,  # no quantisation mode, as the caches of sparse attention's indexers
 }
-FP8 = frozenset({"fp8_e4m3", "fp8_e5m2"})
+FP8 = frozenset({"fp8", "fp8_e4m3", "fp8_e5m2"})
 
 
 class Unsupported(ValueError):

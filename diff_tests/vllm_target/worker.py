@@ -24,7 +24,7 @@ class Worker:
             setup.vllm_config, KVConnectorRole.WORKER, setup.worker_config
         )
         self._contract = contract
-        self.memory = KVMemory(scenario, setup, contract.values if contract else None)
+        self.memory = KVMemory(scenario, setup, contract)
         self._was_busy = False
         # What registering the memory wrote, judged like any other fill.
         self.written_at_start = self._register(contract.startup_fill() if contract else [])

@@ -55,6 +55,16 @@ class ReadsMetadata(Protocol):
         """What the metadata tells the worker to load; None if it cannot tell."""
 
 
+@runtime_checkable
+class FillsStates(Protocol):
+    """A contract that says what becomes of states that a worker keeps as tensors of their own: a request's load writes
+    each of its group's layers in full."""
+
+    @property
+    def states(self) -> Sequence[Sequence[FillValue]]:
+        """By group index, for each tensor of a layer; empty where the layers are pages."""
+
+
 _CONTRACTS: dict[str, Callable[[Scenario, Rules], Contract]] = {DecodeBench.name: DecodeBench, Scripted.name: Scripted}
 _added: list[str] = []
 

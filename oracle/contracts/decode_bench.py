@@ -64,6 +64,7 @@ class DecodeBench:
             self._filled_at_startup = [_keeps_startup_fill(group, zeroing) for group in scenario.groups]
         mean, std = float(extra.get("fill_mean", _DEFAULT_MEAN)), float(extra.get("fill_std", 0.0))
         self.values = [_fill_value(group, mean, std) for group in scenario.groups]
+        self.states = [_state_values(group, mean, std) for group in scenario.groups]
 
     def rule(self) -> DecodeBenchRule:
         """The connector's answers, for one run of the model."""
@@ -101,9 +102,18 @@ def _keeps_startup_fill(group: AnyGroup, zeroing: bool) -> bool:
 
 
 def _fill_value(group: AnyGroup, mean: float, std: float) -> FillValue:
-    """Zero where the bytes are no plain numbers: rings pack other data beside them, states are raw pages."""
-    if isinstance(group, (Circular, Mamba)):
+    """Zero where the bytes are no plain numbers: rings pack other data beside them, pages of states are raw."""
+    if isinstance(group, (Circular, Mamba)) or group.dtype == "packed":
         return FillValue(encode(0.0, "raw"), "raw")
+    return _number(group.dtype, mean, std)
+
+
+def _state_values(group: AnyGroup, mean: float, std: float) -> list[FillValue]:
+    """States that are kept as tensors of numbers hold such numbers."""
+    return [_number(state.dtype, mean, std) for state in group.states] if isinstance(group, Mamba) else []
+
+
+def _number(dtype: str, mean: float, std: float) -> FillValue:
     if std > 0:
-        return FillValue(b"", group.dtype, mean, std)
-    return FillValue(encode(mean, group.dtype), group.dtype, clamp(mean, group.dtype))
+        return FillValue(b"", dtype, mean, std)
+    return FillValue(encode(mean, dtype), dtype, clamp(mean, dtype))

@@ -67,7 +67,7 @@ def check_answers(trial: Trial, record: Scheduled | Updated | Acted) -> None:
             dialogue.gained(request, num_tokens)
         for request in record.finished:
             dialogue.ended(request)
-    elif record.action == "abort" and record.result == "done" and record.request is not None:
+    elif record.action == "abort" and record.result in ("done", "delayed") and record.request is not None:
         dialogue.ended(record.request)
 
 
@@ -85,3 +85,16 @@ def _check_answer(trial: Trial, dialogue: Dialogue, request: str, num_local: int
     else:
         cause = "too_few_external" if (answered or 0) < (right or 0) else "too_many_external"
     trial.report("hit", 4, cause, message, request=request, expected=right, observed=answered)
+
+
+@law(
+    8,
+    "A connector that stores nothing lets the blocks of a request go when it ends.",
+    (Acted,),
+    judges_direct=True,
+)
+def check_kept_blocks(trial: Trial, record: Acted) -> None:
+    """Law 8, the connector's part: nobody would ever say that such blocks are free."""
+    if record.result == "delayed" and trial.contract is not None and trial.contract.writes == "constant":
+        message = "the connector asks to keep the blocks of a request that has ended, though it stores nothing"
+        trial.report("pool", 8, "blocks_kept", message, request=record.request)

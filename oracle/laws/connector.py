@@ -15,6 +15,7 @@ from oracle.causes import (
     unwritten_cause,
     written_cause,
 )
+from oracle.contracts import Contract, FillsStates
 from oracle.findings import token_range
 from oracle.laws.trial import End, Trial, law
 from oracle.selection import NULL
@@ -220,20 +221,29 @@ def check_fill(trial: Trial, record: Start | Scheduled) -> None:
         return
     fill = FillAsked(wanted, trial.rows_per_block)
     looked_at = {entry.layer for entry in record.written}
-    for one, other in _swapped_groups(trial.contract.values, record.written, fill):
+    in_pages = [entry for entry in record.written if entry.tensor is None]
+    for one, other in _swapped_groups(trial.contract.values, in_pages, fill):
         message = f"the blocks of groups {one} and {other} were written through each other's layers"
         trial.report("fill", 6, "swapped_groups", message, group=one, expected=wanted[one], observed=wanted[other])
     for entry in record.written:
         if entry.state != "filled":
             _report_written(trial, record, entry, fill)
         elif entry.mean is not None and entry.std is not None:
-            num_elements = entry.num_bytes // ELEMENT_BYTES[trial.contract.values[entry.group].dtype]  # divides evenly
-            trial.drawn.setdefault(entry.group, []).append((num_elements, entry.mean, entry.std))
+            value = _value_of(trial.contract, entry.group, entry.tensor)
+            num_elements = entry.num_bytes // ELEMENT_BYTES[value.dtype]  # divides evenly
+            trial.drawn.setdefault((entry.group, entry.tensor), []).append((num_elements, entry.mean, entry.std))
     for group, ids in enumerate(wanted):
-        for layer in trial.layers[group] if ids else ():
+        for layer in trial.layers[group][len(trial.scenario.groups[group].unknown) :] if ids else ():
             if layer not in looked_at:
                 message = f"layer {layer}: nothing is known of blocks {ids}, which were to be written"
                 trial.report("fill", 6, "not_looked_at", message, group=group, expected=ids)
+
+
+def _value_of(contract: Contract, group: int, tensor: int | None) -> FillValue:
+    """What a fill leaves in a group's pages, or in one of the tensors that its layers are kept as."""
+    if tensor is None or not isinstance(contract, FillsStates):
+        return contract.values[group]
+    return contract.states[group][tensor]
 
 
 def _swapped_groups(values: Sequence[FillValue], written: Sequence[Written], fill: FillAsked) -> list[tuple[int, int]]:
@@ -299,6 +309,8 @@ def _report_written(trial: Trial, record: Start | Scheduled, entry: Written, fil
     if entry.state == "padding":
         message = f"{entry.num_bytes} bytes that belong to no layer were written, in the pages of blocks {blocks}"
         return trial.report("fill", 6, "padding_written", message, observed=blocks)
+    if entry.tensor is not None:
+        return _report_states(trial, record, entry)
     what = f"layer {entry.layer}: {entry.num_bytes} bytes of blocks {blocks}"
     if entry.state == "unwritten":
         cause = unwritten_cause(fill, group, blocks)
@@ -320,6 +332,22 @@ def _report_written(trial: Trial, record: Start | Scheduled, entry: Written, fil
     return trial.report(
         "fill", 6, cause, message, request=request, group=group, expected=list(fill.wanted[group]), observed=blocks
     )
+
+
+def _report_states(trial: Trial, record: Start | Scheduled, entry: Written) -> None:
+    """A tensor of states that is not as it should be."""
+    assert trial.contract is not None
+    value = _value_of(trial.contract, entry.group, entry.tensor)
+    right = f"drawn {value.dtype} values" if value.is_random else f"{value.element.hex()} ({_in_words(value)})"
+    cause, words = {
+        "unwritten": ("missing_states", "were to be written, but were not"),
+        "wrong_value": ("wrong_value", f"are wrong: elements {entry.value or 'of no one value'} instead of {right}"),
+        "outside": ("outside_selection", "were written unasked"),
+    }[entry.state]
+    message = f"layer {entry.layer}, state tensor {entry.tensor}: {entry.num_bytes} bytes {words}"
+    received = record.received or {} if isinstance(record, Scheduled) else {}
+    request = next((name for name, selection in received.items() if any(selection.groups[entry.group :][:1])), None)
+    trial.report("fill", 6, cause, message, request=request, group=entry.group)
 
 
 def _in_words(value: FillValue) -> str:
@@ -344,9 +372,9 @@ def _request_of(record: Start | Scheduled, group: int, blocks: Sequence[int]) ->
 )
 def check_distribution(trial: Trial, record: End) -> None:
     """Law 6, random fills: mean and deviation over the whole run, within what its number of values lets one tell."""
-    for group, samples in trial.drawn.items():
+    for (group, tensor), samples in trial.drawn.items():
         assert trial.contract is not None
-        value = trial.contract.values[group]
+        value = _value_of(trial.contract, group, tensor)
         right_mean, right_std = clamped_moments(value.mean, value.std, value.dtype)
         count = sum(n for n, _, _ in samples)
         mean = sum(n * m for n, m, _ in samples) / count

@@ -32,7 +32,8 @@ class Trial:
     """One history before the laws. replay: what the records show so far.
 
     rows_per_block: kernel blocks in a manager block, by group. layers: names by group. last_sent: the metadata sent last,
-    by request. dialogue: the contract's answers so far. drawn: per group (elements, mean, deviation) of each random fill.
+    by request. dialogue: the contract's answers so far. drawn: by group, and state tensor if it is
+    one, (elements, mean, deviation) of each random fill.
     states: how often a state came back since a token was gained. wrong_keys: (group, block) of keys that should not be
     linked to it -> why; who hits such a block later shows the same fault.
     """
@@ -47,7 +48,7 @@ class Trial:
         self.layers: list[list[str]] = [[] for _ in scenario.groups]
         self.last_sent: Selections = {}
         self.dialogue: Dialogue | None = None
-        self.drawn: dict[int, list[tuple[int, float, float]]] = {}
+        self.drawn: dict[tuple[int, int | None], list[tuple[int, float, float]]] = {}
         self.states: dict[object, int] = {}
         self.wrong_keys: dict[tuple[int, int], str] = {}
         self._reported: set[object] = set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from oracle.tests.histories import causes, history_of, scenario, scheduled, verdicts
+from sim.history import Acted
 
 # A replays itself under the same ID, is sent back once by a reset, and somebody else's answer is asked for between.
 LIVES = scenario(
@@ -43,3 +44,15 @@ def test_a_request_that_was_sent_back_gets_nothing_again():
     assert record.asked is not None
     record.asked[0] = ("B", 0, 11)
     assert causes(LIVES, history, law=4) == ["too_many_external"]
+
+
+def test_blocks_that_nobody_would_ever_free():
+    case = scenario(
+        "{blocks: 40, max_model_len: 64}",
+        "[{kind: full, block: 4}]",
+        "[{add: {id: A, prompt: [[s, 13]], max_tokens: 9}}, {step: 1}, {abort: A}, {run: 50}]",
+    )
+    history = history_of(case)
+    record = next(r for r in history if isinstance(r, Acted) and r.action == "abort")
+    record.result = "delayed"
+    assert causes(case, history, law=8) == ["blocks_kept"]

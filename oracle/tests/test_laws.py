@@ -751,6 +751,30 @@ def test_law_6_drawn_values(mean: float, std: float, is_right: bool) -> None:
     assert causes(DRAWN, history) == ([] if is_right else ["wrong_distribution"])
 
 
+@pytest.mark.parametrize(
+    ("entry", "cause"),
+    [
+        (Written(1, "g1.l0", [], "unwritten", num_bytes=96, tensor=0), "missing_states"),
+        (Written(1, "g1.l0", [], "wrong_value", "0000", 96, tensor=1), "wrong_value"),
+        (Written(1, "g1.l0", [], "outside", "003c", 96, tensor=1), "outside_selection"),
+        (Written(1, "g1.l0", [], "filled", "003c", 96, tensor=1), None),
+    ],
+)
+def test_law_6_states_that_are_kept_as_tensors(entry: Written, cause: str | None) -> None:
+    case = scenario(
+        "{blocks: 9, max_model_len: 32, prefix_caching: false}",
+        "[{kind: full, block: 8}, {kind: mamba, block: 32, states: [{}, {dtype: float16}]}]",
+        "[{add: {id: A, prompt: [[s, 10]], max_tokens: 1}}, {step: 1}]",
+    )
+    history = history_of(case)
+    record = scheduled(history, 1)
+    assert record.written is not None
+    record.written = [*record.written, entry]
+    found = [finding for finding in verdicts(case, history) if finding.law == 6]
+    assert [finding.cause for finding in found] == ([cause] if cause else [])
+    assert all("state tensor" in finding.message for finding in found)
+
+
 def test_law_6_the_fill_at_startup() -> None:
     case = scenario(
         "{blocks: 9, max_model_len: 16}",
