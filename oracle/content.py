@@ -166,19 +166,22 @@ class Stay:
     computed once all steps so far have run, drafts taken as right until the output says otherwise; stays when the request
     leaves.
     num_known: tokens known for certain (without drafts: no limit). num_in_flight: scheduled in steps whose output has not
-    been processed; followed with drafts only. room: tokens that have slots in every group. sources: by group of states,
-    the block with the state to go on from.
+    been processed; followed with drafts only. num_prefill: tokens that were known for certain when it began. room: tokens
+    that have slots in every group. sources: by group of states, the block with the state to go on from. lost_load: a load
+    did not bring all that it was to bring.
     """
 
     __slots__ = (
         "is_admitted",
         "loads",
+        "lost_load",
         "num_computed",
         "num_external",
         "num_found",
         "num_in_flight",
         "num_known",
         "num_local",
+        "num_prefill",
         "num_prompt",
         "request",
         "request_index",
@@ -197,8 +200,10 @@ class Stay:
         self.num_found = num_local + num_external
         self.is_admitted = True
         self.loads = False
+        self.lost_load = False
         self.num_computed = self.num_found - num_replayed
         self.num_known = _ENDLESS
+        self.num_prefill = _ENDLESS
         self.num_in_flight = 0
         self.room = 0
         self.sources: dict[int, int] = {}
@@ -209,6 +214,7 @@ class Stay:
         self.num_found = min(self.num_found, num_tokens)
         self.num_computed = min(self.num_computed, num_tokens)
         self.loads = False
+        self.lost_load = True
 
     @property
     def num_written(self) -> int:
@@ -556,7 +562,7 @@ class Replay:
         num_prompt = self.prefixes.num_prompt(index) if index >= 0 else 0
         stay = self.stays[request] = Stay(request, index, num_prompt, num_local, num_external, num_replayed)
         if self._has_drafts:
-            stay.num_known = self._num_tokens.setdefault(request, num_prompt)
+            stay.num_known = stay.num_prefill = self._num_tokens.setdefault(request, num_prompt)
         return stay
 
     def _end_life(self, request: str) -> None:

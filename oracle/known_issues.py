@@ -148,6 +148,16 @@ def _state_block_over_rows(subject: _Subject, wanted: Value) -> bool:
     return any(rows < size <= budget for size in sizes) == wanted
 
 
+def _drafts_fill_a_block(subject: _Subject, wanted: Value) -> bool:
+    speculative, group = subject.scenario.engine.speculative, subject.group
+    return (speculative is not None and group is not None and speculative.tokens >= group.block) == wanted
+
+
+def _load_failure(subject: _Subject, wanted: Value) -> bool:
+    connector = subject.scenario.connector
+    return connector is not None and _is_so(connector.load_failure, wanted)
+
+
 def _salt_names_an_adapter(subject: _Subject, wanted: Value) -> bool:
     adds = [step for step in subject.scenario.steps if isinstance(step, Add)]
     shared = {add.salt for add in adds} & {add.lora for add in adds} - {None}
@@ -182,6 +192,8 @@ _WHERE: dict[str, Callable[[_Subject, Value], bool]] = {
     "chunk_over_block_end": _chunk_over_block_end,  # a chunk of the group goes on behind the end of the finding's block
     "padding_over_budget": _padding_over_budget,  # a token and its drafts are more than a step can give one request
     "state_block_over_rows": _state_block_over_rows,  # so is a block of states, though it is within the whole budget
+    "drafts_fill_a_block": _drafts_fill_a_block,  # a step drafts at least as many tokens as the group's block holds
+    "load_failure": _load_failure,  # what becomes of a request whose load failed
     "fill_out_of_range": _fill_out_of_range,  # some group's memory, as it is stored, cannot take the fill unencoded
     "salt_names_an_adapter": _salt_names_an_adapter,  # a request's cache salt is the name of another's LoRA adapter
 }

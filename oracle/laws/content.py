@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oracle.content import Content, Entry, GroupView, Replay
+from oracle.content import Content, Entry, GroupView, Replay, Stay
 from oracle.findings import Kind, token_range
 from oracle.laws.trial import Trial, law
 from oracle.selection import NULL
@@ -103,8 +103,21 @@ def _check_hit(trial: Trial, entry: Entry, content: Content | None) -> None:
         start = entry.position * replay.groups[entry.group].block_size
         found = replay.describe(entry.block, content) if content is not None else "holds nothing that was written"
         message = f"position {entry.position}: block {entry.block} hit for {token_range(start, end)}, but it {found}"
-        reported = trial.wrong_keys.get((entry.group, entry.block))
-        _report_entry(trial, "content", 3, f"hit_{reported}" if reported else "hit_wrong_tokens", entry, message)
+        _report_entry(trial, "content", 3, _hit_cause(trial, entry, content, end), entry, message)
+
+
+def _hit_cause(trial: Trial, entry: Entry, content: Content | None, num_tokens: int) -> str:
+    """Why a block is hit that does not hold the first `num_tokens` tokens: its key was wrong from the start, or a load
+    failed that was to bring them and who was to compute them instead has left."""
+    key_cause, writer = trial.wrong_keys.get((entry.group, entry.block), (None, None))
+    if key_cause and writer is _writer(content):
+        return f"hit_{key_cause}"
+    if content is None:
+        return "hit_wrong_tokens"
+    is_own = content.group == entry.group and content.position == entry.position
+    common = trial.replay.prefixes.common(content.stay.request_index, entry.stay.request_index)
+    has_left = content.stay.lost_load and trial.replay.stays.get(content.stay.request) is not content.stay
+    return "hit_failed_load" if has_left and is_own and common >= num_tokens else "hit_wrong_tokens"
 
 
 def _check_key(trial: Trial, group_index: int, request_index: int, num_tokens: int, block: int) -> None:
@@ -116,12 +129,31 @@ def _check_key(trial: Trial, group_index: int, request_index: int, num_tokens: i
             f"the key of the first {num_tokens} tokens of request {name} is linked to block {block}, which "
             f"{replay.describe(block)}"
         )
-        cause = "key_wrong_tokens"
-        if _was_preempted_before(trial, request_index, num_tokens):
-            cause = trial.wrong_keys[group_index, block] = "uncomputed_key"
-        elif _state_went_on(trial, group_index, request_index, num_tokens, block):
-            cause = trial.wrong_keys[group_index, block] = "outdated_state_key"
-        trial.report("content", 3, cause, message, group=group_index, positions=[position], observed=block)
+        cause = _key_cause(trial, group_index, request_index, num_tokens, block)
+        if cause is not None:
+            trial.wrong_keys[group_index, block] = cause, _writer(replay.contents[block])
+        trial.report(
+            "content", 3, cause or "key_wrong_tokens", message, group=group_index, positions=[position], observed=block
+        )
+
+
+def _writer(content: Content | None) -> Stay | None:
+    """Whose values a block holds."""
+    return content.stay if content is not None else None
+
+
+def _key_cause(trial: Trial, group_index: int, request_index: int, num_tokens: int, block: int) -> str | None:
+    """Why a key is linked to a block that does not hold its tokens, where that can be told."""
+    if _was_preempted_before(trial, request_index, num_tokens):
+        return "uncomputed_key"
+    content = trial.replay.contents[block]
+    if content is None or content.group != group_index or not trial.replay.groups[group_index].holds_states:
+        return None
+    if trial.replay.prefixes.common(content.stay.request_index, request_index) < num_tokens:
+        return None
+    if _state_went_on(content, num_tokens):
+        return "outdated_state_key"
+    return _cause_of_state_before(trial.replay.groups[group_index], content, num_tokens)
 
 
 def _was_preempted_before(trial: Trial, request_index: int, num_tokens: int) -> bool:
@@ -133,14 +165,22 @@ def _was_preempted_before(trial: Trial, request_index: int, num_tokens: int) -> 
     )
 
 
-def _state_went_on(trial: Trial, group_index: int, request_index: int, num_tokens: int, block: int) -> bool:
+def _state_went_on(content: Content, num_tokens: int) -> bool:
     """Whether the block held the key's state and was written on since: to a later state of the same request, or to one
     that the next output tells."""
-    content, replay = trial.replay.contents[block], trial.replay
-    if content is None or content.group != group_index or not replay.groups[group_index].holds_states:
-        return False
-    is_later = content.until > num_tokens or (not content.until and content.stay.num_known >= num_tokens)
-    return is_later and replay.prefixes.common(content.stay.request_index, request_index) >= num_tokens
+    return content.until > num_tokens or (not content.until and content.stay.num_known >= num_tokens)
+
+
+def _cause_of_state_before(group: GroupView, content: Content, num_tokens: int) -> str | None:
+    """Why a block holds an earlier state of the request than its key says: a step that began inside the block went on
+    behind its end, or one whose drafts were right; neither left the state at the end of it."""
+    stay, position = content.stay, group.last_position(num_tokens)
+    if not content.until < num_tokens < stay.num_computed or content.position != position:
+        return None
+    if num_tokens > stay.num_prefill:
+        return "drafted_state_key"
+    begins_inside = content.until % group.block_size > 0 and group.last_position(content.until) == position
+    return "skipped_state_key" if group.has_checkpoints and begins_inside else None
 
 
 def _holds(trial: Trial, content: Content | None, group: int, position: int, request_index: int, num_tokens: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from oracle.content import Replay
+from oracle.content import Replay, Stay
 from oracle.contracts import Contract
 from oracle.findings import Finding, Kind, place
 from sim.history import Acted, Record, Scheduled, Selections, Start, Updated
@@ -35,7 +35,7 @@ class Trial:
     by request. dialogue: the contract's answers so far. drawn: by group, and state tensor if it is
     one, (elements, mean, deviation) of each random fill.
     states: how often a state came back since a token was gained. wrong_keys: (group, block) of keys that should not be
-    linked to it -> why; who hits such a block later shows the same fault.
+    linked to it -> why, and who wrote the block; who hits what that one wrote shows the same fault.
     """
 
     def __init__(self, scenario: Scenario, rules: Rules, contract: Contract | None) -> None:
@@ -50,7 +50,7 @@ class Trial:
         self.dialogue: Dialogue | None = None
         self.drawn: dict[tuple[int, int | None], list[tuple[int, float, float]]] = {}
         self.states: dict[object, int] = {}
-        self.wrong_keys: dict[tuple[int, int], str] = {}
+        self.wrong_keys: dict[tuple[int, int], tuple[str, Stay | None]] = {}
         self._reported: set[object] = set()
 
     def report(

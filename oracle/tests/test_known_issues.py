@@ -199,6 +199,31 @@ def test_budgets_with_a_row_for_the_draft_model(budget: int, method: str, paddin
         assert explains(entry(f"where = {{ {name} = true }}"), finding(group=None), case, rules_of("0.30.0")) == fits
 
 
+@pytest.mark.parametrize(("drafts", "fits"), [(3, False), (4, True), (5, True)])
+def test_drafts_that_fill_a_block(drafts: int, fits: bool) -> None:
+    case = scenario(
+        f"{{blocks: 40, max_model_len: 64, speculative: {{tokens: {drafts}}}}}",
+        f"[{{kind: mamba, block: 4, mode: align, speculative_blocks: {drafts}}}]",
+        "[{step: 1}]",
+        "null",
+    )
+    issue, found = entry("where = { drafts_fill_a_block = true }"), msgspec.structs.replace(finding(group=None), group=0)
+    assert explains(issue, found, case, rules_of("0.30.0")) == fits
+    assert not explains(issue, finding(group=None), case, rules_of("0.30.0"))  # no group that the drafts could fill
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_what_becomes_of_failed_loads(policy: str) -> None:
+    case = scenario(
+        "{blocks: 20, max_model_len: 64}",
+        "[{kind: full, block: 4}]",
+        "[{step: 1}]",
+        f"{{name: scripted, load_failure: {policy}}}",
+    )
+    issue = entry('where = { load_failure = "recompute" }')
+    assert explains(issue, finding(group=None), case, rules_of("0.30.0")) == (policy == "recompute")
+
+
 def crash(type_: str, line: str, message: str = "", through: str = "Scheduler.schedule") -> Finding:
     raised = {"type": type_, "message": message, "trail": [through], "line": line}
     cause = f"{type_}_in_{through.rpartition('.')[2]}"

@@ -263,6 +263,42 @@ def test_law_3_states_that_went_on() -> None:
     assert (finding.cause, finding.group, finding.positions) == ("outdated_state_key", 1, [2])
 
 
+@pytest.mark.parametrize(
+    ("num_shared", "findings"),
+    [
+        (32, [("skipped_state_key", 2, [1]), ("hit_skipped_state_key", 3, [1])]),  # B begins at token 24, inside a block
+        (33, []),  # at token 32, where a block ends
+    ],
+)
+def test_law_3_ends_of_blocks_that_a_step_passed_over(num_shared: int, findings: list[object]) -> None:
+    """A step that writes a checkpoint and begins inside a block leaves no state at the block's end. vLLM caches one there,
+    and C goes on from it."""
+    case = scenario(
+        "{blocks: 20, prefix_match_unit: 8}",
+        "[{kind: mamba, block: 16, mode: align, checkpoint_blocks: 1, checkpoint_alignment: 2}, {kind: full, block: 16}]",
+        f"[{{add: {{id: A, prompt: [[a, {num_shared}]], max_tokens: 1}}}}, "
+        f"{{add: {{id: B, prompt: [[a, {num_shared}], [b, 17]], max_tokens: 1}}}}, {{step: 2}}, "
+        f"{{add: {{id: C, prompt: [[a, {num_shared}], [c, 3]], max_tokens: 1}}}}, {{step: 1}}]",
+        "null",
+    )
+    assert [(f.cause, f.step, f.positions) for f in verdicts(case, history_of(case))] == findings
+
+
+@pytest.mark.parametrize("accepted", [6, 2])
+def test_law_3_states_of_right_drafts(accepted: int) -> None:
+    """Six right drafts behind token 1 pass the ends of blocks of 4 after tokens 4 and 8, two of them one. Only the state at
+    the last such end is put into place; vLLM caches both."""
+    case = scenario(
+        "{blocks: 40, max_model_len: 64, async_scheduling: true, retention_interval: null, "
+        f"speculative: {{method: draft_model, tokens: 6, accept: [{accepted}]}}}}",
+        "[{kind: mamba, block: 4, mode: align, speculative_blocks: 6}]",
+        "[{add: {id: A, prompt: [[a, 1]], max_tokens: 9}}, {run: 40}]",
+        "null",
+    )
+    found = [(f.cause, f.step, f.positions) for f in verdicts(case, history_of(case))]
+    assert found == ([("drafted_state_key", 3, [0])] if accepted == 6 else [])
+
+
 def test_law_3_keys_of_tokens_that_a_preemption_took_back() -> None:
     """vLLM does so itself, and the model with it. Keys of tokens that were computed are none of that."""
     findings = verdicts(TAKEN_BACK, history_of(TAKEN_BACK))
@@ -483,7 +519,7 @@ def test_law_3_keys_of_a_failed_load_must_not_outlive_its_request() -> None:
     case = _failing("{abort: A}, {abort: B}, {add: {id: C, prompt: [[p, 33]], max_tokens: 2}}, {run: 20}")
     history = history_of(case)
     assert scheduled(history, 2).hits == {"C": 32}
-    assert causes(case, history) == ["hit_wrong_tokens"]
+    assert causes(case, history) == ["hit_failed_load"]
 
 
 # ----------------------------------------------------------------------------------------------------------------- law 4
