@@ -905,7 +905,7 @@ def e2e(models: tuple[str, ...], vllm: str, http: bool, connector: str | None, a
     name = _target_errors(partial(probed_connector, connector))
     runs: list[ModelRun] = []
     interrupted = False
-    with _Started(vllm, connector, timeout_s=ENGINE_TIMEOUT_S) as (target, info):
+    with _Started(vllm, connector, timeout_s=ENGINE_TIMEOUT_S, for_engines=True) as (target, info):
         try:
             for model in chosen:
                 runs.append(_target_errors(partial(run_model, target, model, name, http)))
@@ -1243,11 +1243,18 @@ class _Started:
     """A started target, as a context: the target and what it is."""
 
     def __init__(
-        self, vllm: str, connector: str | None = None, as_release: str | None = None, timeout_s: float = 60.0
+        self,
+        vllm: str,
+        connector: str | None = None,
+        as_release: str | None = None,
+        timeout_s: float = 60.0,
+        for_engines: bool = False,
     ) -> None:
         from diff_tests.vllm_target.target import Target
 
-        self._target: Target = _target_errors(lambda: Target(vllm, connector, timeout_s=timeout_s, as_release=as_release))
+        self._target: Target = _target_errors(
+            lambda: Target(vllm, connector, timeout_s=timeout_s, as_release=as_release, for_engines=for_engines)
+        )
 
     def __enter__(self) -> tuple[Target, TargetInfo]:
         return self._target, _target_errors(self._target.start)

@@ -22,7 +22,7 @@ def test_the_whole_matrix_is_as_the_laws_want(device):
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("no vLLM is installed in this environment")
     for name in ON_CUDA if device == "cuda" else ON_CPU:
-        with Target(timeout_s=ENGINE_TIMEOUT_S) as target:
+        with Target(timeout_s=ENGINE_TIMEOUT_S, for_engines=True) as target:
             run = run_model(target, MODELS[name], DEFAULT_CONNECTOR, http=False)
         assert run.checked is not None, run.error
         assert run.verdict == "same", [judged.finding.message for judged in run.checked.findings]

@@ -41,6 +41,11 @@ class Model:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def computes(self) -> bool:
+        """Whether it has layers that compute, and so needs kernels."""
+        return SYNTHETIC_ARCHITECTURE not in self.config["architectures"]
+
+    @property
     def tokens_per_entry(self) -> int:
         """Tokens that an entry of a block table stands for: a block on each rank that shares a context."""
         ranks: int = self.settings.get("decode_context_parallel_size", 1)

@@ -14,7 +14,7 @@ import msgspec
 
 from diff_tests.e2e.client import Client, our_name
 from diff_tests.e2e.matrix import MAX_BATCHED_TOKENS, NUM_BLOCKS, Act, act_of, matrix, steps_of
-from diff_tests.e2e.models import MAX_MODEL_LEN, VOCABULARY_SIZE, Model
+from diff_tests.e2e.models import MAX_MODEL_LEN, MODELS, VOCABULARY_SIZE, Model
 from diff_tests.e2e.painted import Painted, read_painted
 from diff_tests.live.check import Checked, check_rebuilt
 from diff_tests.live.rebuild import Rebuilt, rebuild
@@ -37,6 +37,7 @@ ENGINE_TIMEOUT_S = 600.0
 """For one engine, from its start to the end of the matrix."""
 
 _WORKER_LAWS = (6, 11)
+_WITHOUT_KERNELS = [model.name for model in MODELS.values() if not model.computes]
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,9 @@ def run_model(target: Target, model: Model, connector: str, http: bool) -> Model
     started = time.monotonic()
     acts = matrix(model.tokens_per_entry)
     run = ModelRun(model, "over HTTP" if http else "in process")
+    if model.computes and target.source.platform:
+        run.error = f"not run: there is no CPU build of this vLLM; on it run {', '.join(_WITHOUT_KERNELS)}"
+        return run
     with tempfile.TemporaryDirectory(prefix="kvoracle-e2e-") as name:
         folder = Path(name)
         _write_model(model, folder)

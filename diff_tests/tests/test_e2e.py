@@ -38,7 +38,7 @@ def engine_run(name: str, vllm: str = "current", **settings: Any) -> ModelRun:
     if vllm != "current" and not is_cached(vllm):
         pytest.skip(f"vLLM {vllm} is not in the cache; fetch it with `kvoracle vllm add {vllm}`")
     model = replace(MODELS[name], settings={**MODELS[name].settings, **settings})
-    with Target(vllm, timeout_s=ENGINE_TIMEOUT_S) as target:
+    with Target(vllm, timeout_s=ENGINE_TIMEOUT_S, for_engines=True) as target:
         return run_model(target, model, probed_connector(None), http=False)
 
 
@@ -95,6 +95,13 @@ class TestInAnEngine:
         messages = [judged.finding.message for judged in run.checked.findings if judged.finding.request == "B"]
         assert any("block 1 selected, which holds tokens [0, 16) of request A, shared by A and B" in m for m in messages)
         assert all(row.selected == row.received == row.written for row in run.rows)
+
+    def test_a_release_without_kernels_runs_models_that_compute_nothing(self):
+        run = engine_run("rings", "0.33.0")
+        assert run.verdict == "same", run.error
+        assert run.checked.num_followed == run.checked.num_steps
+        run = engine_run("qwen3", "0.33.0")
+        assert run.error == "not run: there is no CPU build of this vLLM; on it run rings, kernel_blocks, dcp"
 
 
 class TestOrder:

@@ -169,7 +169,7 @@ _hosts_lock = threading.Lock()  # held over who is there and how many children e
 
 def _host_for(source: Source) -> _Host:
     """The running host of a vLLM, or a new one."""
-    key = (str(source.folder), os.getcwd(), os.environ.get("PYTHONPATH", ""))
+    key = (str(source.folder), str(source.platform), os.getcwd(), os.environ.get("PYTHONPATH", ""))
     host = _hosts.pop(key, None)
     if host is not None and not host.is_alive:
         host.close()
@@ -207,6 +207,7 @@ def environment(source: Source) -> dict[str, str]:
         "VLLM_CACHE_ROOT": str(cache_root() / "state" / _state_name(source)),
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
+        **({"VLLM_TARGET_DEVICE": source.platform} if source.platform else {}),
     }
 
 

@@ -37,11 +37,13 @@ class TargetStartError(RuntimeError):
 
 @dataclass(frozen=True)
 class Source:
-    """Where a vLLM comes from. `folder` goes first on PYTHONPATH; None means that of the environment."""
+    """Where a vLLM comes from. `folder` goes first on PYTHONPATH; None means that of the environment. platform: what it is
+    to take itself for, where its build does not say."""
 
     name: str
     kind: Literal["current", "release", "path"]
     folder: Path | None
+    platform: str | None = None
 
 
 def cache_root() -> Path:

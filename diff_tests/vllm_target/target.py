@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,7 @@ from typing import Any
 from diff_tests.shard import Cases
 from diff_tests.vllm_target import connectors, wire
 from diff_tests.vllm_target.defects import DEFECTS
+from diff_tests.vllm_target.platforms import lacks_kernels
 from diff_tests.vllm_target.processes import Child, Died
 from diff_tests.vllm_target.releases import Source, TargetInputError, TargetStartError, base_version, resolve
 from diff_tests.workload.trace import Labels
@@ -62,8 +63,8 @@ class Target:
     vllm: `current`, a release, or a path. connector: a registered name, `module:Class` or a `.py` file; None leaves
     each scenario's own. defect: one of `defects.DEFECTS`, planted in every engine from now on. timeout_s: for one
     scenario. as_release: the release whose rules judge a target that is none itself. lost: cases that a child took with
-    it when it died, and that went well in the next. device: where KV memory lies, `cpu` or `cuda`. Raises
-    TargetInputError where one of them is wrong.
+    it when it died, and that went well in the next. device: where KV memory lies, `cpu` or `cuda`. for_engines: for whole
+    engines, which need a platform. Raises TargetInputError where one of them is wrong.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Target:
         timeout_s: float = 60.0,
         as_release: str | None = None,
         device: str = "cpu",
+        for_engines: bool = False,
     ) -> None:
         if as_release is not None and as_release not in RELEASES:
             raise TargetInputError(f"no rules for vLLM {as_release}; known: {', '.join(RELEASES)}")
@@ -89,6 +91,7 @@ class Target:
         self._timeout_s = timeout_s
         self._as_release = as_release
         self._device = device
+        self._for_engines = for_engines
         self._source: Source | None = None
         self._child: Child | None = None
         self._info: TargetInfo | None = None
@@ -105,13 +108,17 @@ class Target:
         """Starts the child unless it runs. Raises TargetInputError or TargetStartError."""
         if self._child is None:
             if self._source is None:
-                self._source = resolve(self.vllm)
+                self._source = self._resolved()
             self._child = Child(self._source, self._connector, self._device)
             version = self._child.version
             known = self._source.kind != "path" and base_version(version) in RELEASES
             self._info = TargetInfo(self.vllm, version, self._rules(version), known, self._connector, self._child.replaces)
         assert self._info is not None
         return self._info
+
+    def _resolved(self) -> Source:
+        source = resolve(self.vllm)
+        return replace(source, platform="cpu") if self._for_engines and lacks_kernels(source) else source
 
     @property
     def info(self) -> TargetInfo:
@@ -173,7 +180,9 @@ class Target:
 
     def sibling(self) -> Target:
         """Another target of the same kind: one more child, of the same host."""
-        return Target(self.vllm, self._connector, self.defect, self._timeout_s, self._as_release, self._device)
+        return Target(
+            self.vllm, self._connector, self.defect, self._timeout_s, self._as_release, self._device, self._for_engines
+        )
 
     def run_cases(self, cases: Cases, start: int, stop: int) -> Iterator[CasesMessage]:
         """Has the child generate, run and judge the cases [start, stop). News come when the cases that they are among

@@ -18,7 +18,7 @@ def register() -> None:
     from diff_tests.e2e.models import SYNTHETIC_ARCHITECTURE
     from diff_tests.vllm_target import connectors
     from diff_tests.vllm_target.api_server import CONNECTOR_VARIABLE
-    from diff_tests.vllm_target.engine import acts
+    from diff_tests.vllm_target.engine import acts, kernels
     from diff_tests.vllm_target.engine.synthetic import KVOracleForCausalLM
 
     ModelRegistry.register_model(SYNTHETIC_ARCHITECTURE, KVOracleForCausalLM)
@@ -27,6 +27,7 @@ def register() -> None:
     attention.get_supported_kernel_block_sizes = staticmethod(lambda kv_cache_spec=None: [MultipleOf(16)])
     _let_mamba2_prefill()
     _let_ranks_share_a_context()
+    kernels.stand_in()
     acts.watch()
     connectors.install(os.environ.get(CONNECTOR_VARIABLE))
 

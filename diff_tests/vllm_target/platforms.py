@@ -1,0 +1,22 @@
+"""What this machine, and a build of vLLM, can compute on."""
+
+from __future__ import annotations
+
+import os
+
+from diff_tests.vllm_target.releases import Source
+
+
+def has_gpu() -> bool:
+    """Asks the driver's management library: what asks the driver itself keeps forked children from using the device."""
+    import torch
+
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    return torch.cuda.is_available()
+
+
+def lacks_kernels(source: Source) -> bool:
+    """Whether it has to run on a CPU and is no build for one: an official wheel, or sources that nobody compiled."""
+    if source.folder is None or (source.folder / "vllm" / "_C.abi3.so").exists():
+        return False
+    return not has_gpu()
