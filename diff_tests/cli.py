@@ -1051,18 +1051,28 @@ def workload(**options: Any) -> int:
     type=click.Choice(["named", "first-order"]),
     help="Named defects, or mutants of the file.",
 )
-@click.option("--cases", metavar="N", type=click.IntRange(min=1), default=400, show_default=True, help="Cases for each.")
+@click.option("--cases", metavar="N", type=click.IntRange(min=1), default=60, show_default=True, help="Cases for each.")
 @click.option("--seed", metavar="S", type=click.IntRange(min=0), default=1, show_default=True, help="Of the cases.")
 @click.option("--jobs", "-j", metavar="N", type=click.IntRange(min=1), help="Child processes. Default: one for each core.")
+@click.option("--all", "run_all", is_flag=True, help="Run those judged equivalent, too: one that is found was misjudged.")
 @_json_option
-def mutants(vllm: str, connector: str, only: str | None, cases: int, seed: int, jobs: int | None, as_json: bool) -> int:
+def mutants(
+    vllm: str,
+    connector: str,
+    only: str | None,
+    cases: int,
+    seed: int,
+    jobs: int | None,
+    run_all: bool,
+    as_json: bool,
+) -> int:
     """Measure which planted defects the tester finds.
 
-    Named defects are planted in the engine or the worker; first-order mutants are the connector's file with one small
+    Named defects are planted in engine, worker and connector; first-order mutants are the connector's file with one small
     change each: a comparison, an operator, a constant or boundary, a condition, a statement left out, a slice, a loop, a
-    return value, two arguments swapped. Each runs against generated cases until something is found. Survivors are shown
-    with what was changed; those that are known to be equivalent are listed, with the reason, in
-    diff_tests/equivalent_mutants.toml. Exit code 1 if another one survives.
+    return value, two arguments swapped. Each runs against the cases of the corpus with that connector, then generated ones,
+    until something is found. Survivors are shown with what was changed. Those judged equivalent are listed, with the
+    reason, in diff_tests/equivalent_mutants.toml, and not run. Exit code 1 if another one survives.
     """
     from diff_tests import mutants as trials
     from diff_tests.campaign import num_cores
@@ -1070,16 +1080,23 @@ def mutants(vllm: str, connector: str, only: str | None, cases: int, seed: int, 
     from diff_tests.vllm_target.connectors import is_file
 
     name = "DecodeBenchConnector" if is_file(connector) else connector
-    subjects = [] if only == "first-order" else trials.named_subjects()
     equivalent = trials.load_equivalent()
     with _Started(vllm) as (target, info):
         first = trials.directed_cases(name, info.rules.release)
         trial = trials.Trial(vllm, name, seed, cases, jobs or num_cores(), first)
+        source = _target_errors(lambda: trials.installed_source(target, connector))
+        subjects = [] if only == "first-order" else trials.named_subjects(source)
         if only != "named":
-            changed = first_order(_target_errors(lambda: trials.installed_source(target, connector)))
-            subjects += trials.subjects_of(changed)
+            changed = first_order(source)
             gone = trials.stale(equivalent, changed)
             equivalent = {key: entry for key, entry in equivalent.items() if key not in gone}
+            if gone:
+                click.echo(
+                    f"{len(gone)} mutants judged equivalent are no longer there or changed: {', '.join(gone)}", err=True
+                )
+            subjects += trials.subjects_of([m for m in changed if run_all or m.key not in equivalent])
+        else:
+            equivalent = {}
         with _Bar("mutants", len(subjects), counts=True) as bar:
             results = _target_errors(lambda: trials.Run(trial, subjects).results(lambda result: bar.advance()))
     document = trials.document(trial, results, equivalent)

@@ -20,6 +20,7 @@ from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
+from diff_tests.connector_edits import EDITS
 from diff_tests.corpus import CORPUS, find_cases
 from diff_tests.mutation import Mutant
 from diff_tests.shard import CaseReport, Cases
@@ -71,9 +72,11 @@ class Trial:
     jobs: int = 1
     first: tuple[Scenario, ...] = ()
 
-    @property
-    def cases(self) -> Cases:
-        return Cases(self.seed, connector=self.connector, first=self.first)
+    def cases(self, subject: Subject) -> Cases:
+        """A defect of the engine shows with any connector, or with none, and in memory of any size."""
+        if subject.defect is None:
+            return Cases(self.seed, connector=self.connector, first=self.first)
+        return Cases(self.seed, first=tuple(scenario for scenario in self.first if _effort(scenario)[0] < 1 << 20))
 
     @property
     def most_cases(self) -> int:
@@ -82,12 +85,12 @@ class Trial:
 
 
 class Equivalent(Struct, frozen=True, forbid_unknown_fields=True):
-    """A mutant that no input tells from the original, and why. key: `Mutant.key`; the text is there for the reader, and
-    checked."""
+    """A mutant that no input tells from the original, and why. key: `Mutant.key`, a digest of the changed text; function
+    and operator are there for the reader, and checked."""
 
     key: str
-    before: str
-    after: str
+    function: str
+    operator: str
     reason: str
 
 
@@ -111,7 +114,7 @@ def stale(equivalent: dict[str, Equivalent], mutants: Sequence[Mutant]) -> list[
     return [
         key
         for key, entry in equivalent.items()
-        if key not in by_key or (by_key[key].before, by_key[key].after) != (entry.before, entry.after)
+        if key not in by_key or (by_key[key].scope, by_key[key].operator) != (entry.function, entry.operator)
     ]
 
 
@@ -142,9 +145,15 @@ def subjects_of(mutants: Sequence[Mutant]) -> list[Subject]:
     ]
 
 
-def named_subjects() -> list[Subject]:
-    """The defects that have a name, see `defects.DEFECTS`."""
-    return [Subject(name, (defect.__doc__ or "").strip(), defect=name) for name, defect in DEFECTS.items()]
+def named_subjects(source: str) -> list[Subject]:
+    """The defects that have a name: those of engine and worker (`defects.DEFECTS`), and edits of the connector's source
+    (`connector_edits.EDITS`) where it has what they change."""
+    engine = [Subject(name, " ".join((defect.__doc__ or "").split()), defect=name) for name, defect in DEFECTS.items()]
+    edits = []
+    for name, edit in EDITS.items():
+        with contextlib.suppress(ValueError, StopIteration):
+            edits.append(Subject(name, edit.about, source=edit.applied_to(source)))
+    return engine + edits
 
 
 @dataclass
@@ -211,14 +220,14 @@ def put_on_trial(trial: Trial, subject: Subject, folder: Path) -> Result:
     try:
         with Target(trial.vllm, connector, subject.defect, timeout_s=20.0) as target:
             num_cases = 0
-            for finding, num_cases in _findings(trial, target):
+            for finding, num_cases in _findings(trial, target, trial.cases(subject)):
                 return Result(subject, finding, num_cases, time.monotonic() - started)
     except TargetInputError:
         return Result(subject, None, 0, time.monotonic() - started, at_import=True)
     return Result(subject, None, trial.most_cases, time.monotonic() - started)
 
 
-def _findings(trial: Trial, target: Target) -> Iterator[tuple[Finding, int]]:
+def _findings(trial: Trial, target: Target, cases: Cases) -> Iterator[tuple[Finding, int]]:
     """(what was found, cases until then), share by share."""
     from diff_tests.run import judge_run
 
@@ -227,7 +236,7 @@ def _findings(trial: Trial, target: Target) -> Iterator[tuple[Finding, int]]:
         stop = min(start + _SHARES[min(number, len(_SHARES) - 1)], trial.most_cases)
         if start == stop:
             return
-        for message in target.run_cases(trial.cases, start, stop):
+        for message in target.run_cases(cases, start, stop):
             if isinstance(message, Alone):
                 for finding in judge_run(message.scenario, message.history, target.info.rules).new_findings:
                     yield finding, message.index + 1
@@ -239,26 +248,26 @@ def _findings(trial: Trial, target: Target) -> Iterator[tuple[Finding, int]]:
 
 
 def document(trial: Trial, results: Sequence[Result], equivalent: dict[str, Equivalent]) -> dict[str, Any]:
-    """The JSON document of `mutants --json`."""
+    """The JSON document of `mutants --json`. equivalent: what is judged so, run or not."""
     killed = [result for result in results if result.killed]
     survived = [result for result in results if not result.killed]
-    judged = [result for result in survived if result.subject.name in equivalent]
-    num_real = len(results) - len(judged)
+    left = [result for result in survived if result.subject.name not in equivalent]
+    misjudged = [result.subject.name for result in killed if result.subject.name in equivalent]
+    num_equivalent = len(equivalent) - len(misjudged)
     by_law = Counter("import" if r.finding is None else _law(r.finding) for r in killed)
     return {
-        "verdict": "pass" if len(survived) == len(judged) else "fail",
+        "verdict": "fail" if left or misjudged else "pass",
         "target": {"vllm": trial.vllm, "connector": trial.connector},
         "seed": trial.seed,
         "cases": trial.most_cases,
-        "subjects": len(results),
+        "subjects": len(killed) + len(left) + num_equivalent,
         "killed": len(killed),
-        "equivalent": len(judged),
-        "killed_of_not_equivalent": len(killed) / num_real if num_real else 1.0,
+        "equivalent": num_equivalent,
+        "misjudged": misjudged,
+        "killed_of_not_equivalent": len(killed) / (len(killed) + len(left)) if killed or left else 1.0,
         "by_law": dict(sorted(by_law.items())),
         "seconds": sum(result.seconds for result in results),
-        "survivors": [
-            {"name": r.subject.name, "about": r.subject.about, "equivalent": r.subject.name in equivalent} for r in survived
-        ],
+        "survivors": [{"name": r.subject.name, "about": r.subject.about} for r in left],
         "results": [
             {
                 "name": r.subject.name,
@@ -281,8 +290,9 @@ def print_results(console: Console, trial: Trial, results: Sequence[Result], equ
     """The survivors with what was changed, then how many were killed by what, and last the verdict."""
     shown = document(trial, results, equivalent)
     for survivor in shown["survivors"]:
-        if not survivor["equivalent"]:
-            console.print(f"survived: {survivor['name']}: {survivor['about']}", markup=False, highlight=False)
+        console.print(f"survived: {survivor['name']}: {survivor['about']}", markup=False, highlight=False)
+    for name in shown["misjudged"]:
+        console.print(f"judged equivalent, but killed: {name}", markup=False, highlight=False)
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("killed by")
     table.add_column("", justify="right")

@@ -11,12 +11,12 @@ from xml.etree import ElementTree
 import pytest
 
 from diff_tests import cli
+from diff_tests.connector_edits import EDITS, FREE_ORDER, REPAIR, installed_vllm
 from diff_tests.gate.cases import concerns_all, corpus_cases
 from diff_tests.gate.report import document
 from diff_tests.gate.running import Gate, Plan, Result
 from diff_tests.loading import load_scenario
 from diff_tests.tests.conftest import started
-from diff_tests.tests.connector_edits import EDITS, FREE_ORDER, REPAIR, installed_vllm
 from diff_tests.vllm_target.releases import installed_version
 from sim.releases import NEWEST
 

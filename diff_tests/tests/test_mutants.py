@@ -16,11 +16,13 @@ from diff_tests.mutants import (
     document,
     installed_source,
     load_equivalent,
+    named_subjects,
     stale,
     subjects_of,
 )
 from diff_tests.mutation import mutants
 from diff_tests.shard import Cases
+from diff_tests.vllm_target.defects import DEFECTS
 from diff_tests.vllm_target.target import Target
 from sim.releases import rules_of
 from sim.scenario import Mamba
@@ -99,9 +101,9 @@ def test_what_is_judged_equivalent_is_checked_against_the_text() -> None:
     found = mutants(SOURCE)
     one = found[0]
     entries = {
-        one.key: Equivalent(one.key, one.before, one.after, "because"),
-        "gone": Equivalent("gone", "x", "y", "because"),
-        found[1].key: Equivalent(found[1].key, "another text", found[1].after, "because"),
+        one.key: Equivalent(one.key, one.scope, one.operator, "because"),
+        "gone": Equivalent("gone", one.scope, one.operator, "because"),
+        found[1].key: Equivalent(found[1].key, "another function", found[1].operator, "because"),
     }
     assert stale(entries, found) == ["gone", found[1].key]
 
@@ -114,7 +116,7 @@ def test_no_entry_of_the_list_is_stale_on_the_release_it_was_made_for(target: Ta
 
 
 def test_an_entry_listed_twice_is_an_error(tmp_path: Path) -> None:
-    entry = '[[mutant]]\nkey = "k"\nbefore = "a"\nafter = "b"\nreason = "r"\n'
+    entry = '[[mutant]]\nkey = "k"\nfunction = "a"\noperator = "b"\nreason = "r"\n'
     path = tmp_path / "list.toml"
     path.write_text(2 * entry)
     with pytest.raises(ValueError, match="listed twice: k"):
@@ -130,6 +132,17 @@ def test_directed_cases_come_first_and_the_largest_last() -> None:
     assert [cases.case(i, rules) for i in range(len(first))] == list(first)
     assert cases.case(len(first), rules) == Cases(1, connector="DecodeBenchConnector").case(0, rules)
     assert any(isinstance(group, Mamba) and group.states for group in first[-1].groups)
+
+
+def test_every_named_defect_says_what_is_wrong_and_is_found(target: Target) -> None:
+    info = target.info
+    named = named_subjects(installed_source(target, "DecodeBenchConnector"))
+    assert {subject.name for subject in named} >= DEFECTS.keys()
+    assert all(len(subject.about) > 40 for subject in named)
+    first = directed_cases("DecodeBenchConnector", info.rules.release)
+    trial = Trial("current", "DecodeBenchConnector", seed=1, num_cases=120, jobs=2, first=first)
+    results = Run(trial, named).results()
+    assert [result.subject.name for result in results if not result.killed] == []
 
 
 def test_the_original_survives_and_a_mutant_of_the_selection_does_not(target: Target) -> None:

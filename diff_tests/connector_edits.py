@@ -19,13 +19,15 @@ Change = Callable[[ast.AST], ast.AST | None]
 class Edit(NamedTuple):
     """function: `Class.method` or a function's name. change: what becomes of each node in it; the node itself: nothing.
 
-    causes: what a headline may give as cause. words: what its sentence has to say besides.
+    causes: what a headline may give as cause. words: what its sentence has to say besides. about: what is wrong, and which
+    release was so or why somebody could write it.
     """
 
     function: str
     change: Change
     causes: frozenset[str] = frozenset()
     words: str = ""
+    about: str = ""
 
     def applied_to(self, source: str) -> str:
         """The source with the edit. Raises ValueError if nothing changed."""
@@ -113,24 +115,36 @@ _SELECT = f"{_SCHEDULER}.update_state_after_alloc"
 _SLICE = "group_blocks[external_block_start:num_computed_blocks]"
 
 EDITS: dict[str, Edit] = {
-    "start_at_block_0": Edit(_SELECT, _assigned("external_block_start", "0"), _causes("starts_early")),
+    "start_at_block_0": Edit(
+        _SELECT,
+        _assigned("external_block_start", "0"),
+        _causes("starts_early"),
+        about="Blocks are counted from the start of the table (0.29.0): a shared prefix is overwritten.",
+    ),
     "start_rounded_up": Edit(
         _SELECT,
         _assigned("external_block_start", "cdiv(num_local_computed_tokens, group_block_size)"),
         _causes("starts_late"),
+        about="The first block is the one behind the local tokens, though these end inside a block.",
     ),
     "end_from_external_tokens": Edit(
         _SELECT,
         _assigned("num_computed_blocks", "cdiv(num_external_tokens, group_block_size)"),
         _causes("ends_early"),
+        about="The end is counted from the external tokens alone, as if there were no local ones (0.29.0).",
     ),
     "one_block_size": Edit(
         f"{_SCHEDULER}.__init__",
         _replaced("group.kv_cache_spec", "self.kv_cache_groups[0].kv_cache_spec"),
         _causes("wrong_block_size"),
+        about="All groups are taken to have the first group's block size, which held while there was one size.",
     ),
     "dcp_ignored": Edit(
-        f"{_SCHEDULER}.__init__", _assigned("dcp_world_size", "1"), _causes("wrong_block_size"), "context parallel"
+        f"{_SCHEDULER}.__init__",
+        _assigned("dcp_world_size", "1"),
+        _causes("wrong_block_size"),
+        "context parallel",
+        about="Blocks are taken for one rank's tokens, though under DCP they cover those of all ranks (0.29.0).",
     ),
     "dcp_everywhere": Edit(
         f"{_SCHEDULER}.__init__",
@@ -140,18 +154,33 @@ EDITS: dict[str, Edit] = {
         ),
         _causes("wrong_block_size"),
         "context parallel",
+        about="Every group is taken for sharded, though some are replicated on all ranks.",
     ),
-    "nulls_kept": Edit(_SELECT, _without_condition, _causes("null_selected")),
+    "nulls_kept": Edit(
+        _SELECT,
+        _without_condition,
+        _causes("null_selected"),
+        about="Null blocks, which hold what a window has left, are selected too (0.29.0): the null block is written.",
+    ),
     "circular_sliced": Edit(
-        _SELECT, _assigned("is_circular_buffer", "False"), _causes("AssertionError_in_update_state_after_alloc"), "circular"
+        _SELECT,
+        _assigned("is_circular_buffer", "False"),
+        _causes("AssertionError_in_update_state_after_alloc"),
+        "circular",
+        about="A ring's one block is looked for by token position, as other groups' blocks are.",
     ),
     "circular_filled_with_mean": Edit(
-        f"{_WORKER}.__init__", _assigned("self._zero_fill_group_ids", "set()"), _causes("wrong_value"), "circular"
+        f"{_WORKER}.__init__",
+        _assigned("self._zero_fill_group_ids", "set()"),
+        _causes("wrong_value"),
+        "circular",
+        about="A ring, which packs other data beside numbers, is filled with the mean (0.29.0).",
     ),
     "layers_of_group_0": Edit(
         f"{_WORKER}._fill_blocks",
         _assigned("layer_names", "self.group_to_layers.get(0, [])"),
         _causes("wrong_layers"),
+        about="Every group's blocks are written through the layers of the first (0.29.0).",
     ),
     "groups_swapped_in_the_metadata": Edit(
         f"{_SCHEDULER}.build_connector_meta",
@@ -159,38 +188,50 @@ EDITS: dict[str, Edit] = {
             "self._pending_fills.copy()", "{key: (ids[::-1], num) for key, (ids, num) in self._pending_fills.items()}"
         ),
         _causes("swapped_groups"),
+        about="The lists of the groups are handed over in another order than the worker reads them in.",
     ),
     "groups_swapped_in_the_worker": Edit(
         f"{_WORKER}.start_fill_kv",
         _replaced("enumerate(block_ids_per_group)", "enumerate(block_ids_per_group[::-1])"),
         _causes("swapped_groups", "wrong_layers"),
+        about="The worker reads the lists of the groups in another order than they were sent in.",
     ),
     "last_block_dropped": Edit(
         _SELECT,
         _replaced(_SLICE, "group_blocks[external_block_start:num_computed_blocks - 1]"),
         _causes("ends_early", "missing_block"),
+        about="The end is taken for the last index instead of the one behind it.",
     ),
     "one_extra_block": Edit(
-        _SELECT, _replaced(_SLICE, "group_blocks[external_block_start:num_computed_blocks + 1]"), _causes("ends_late")
+        _SELECT,
+        _replaced(_SLICE, "group_blocks[external_block_start:num_computed_blocks + 1]"),
+        _causes("ends_late"),
+        about="The last token, which is computed, is counted in where it begins a block of its own.",
     ),
     "metadata_not_cleared": Edit(
-        f"{_SCHEDULER}.build_connector_meta", _statement("self._pending_fills.clear", "pass"), _causes("stale_metadata")
+        f"{_SCHEDULER}.build_connector_meta",
+        _statement("self._pending_fills.clear", "pass"),
+        _causes("stale_metadata"),
+        about="What a step sent is sent again with every later one.",
     ),
     "request_never_forgotten": Edit(
         f"{_SCHEDULER}.request_finished",
         _statement("self._filled_requests.discard", "pass"),
         _causes("request_not_forgotten"),
+        about="The end of a request is not heard: its ID, used again, gets nothing.",
     ),
     "fp8_as_plain_bytes": Edit(
         f"{_WORKER}.__init__",
         _replaced("_get_fp8_dtype(spec, vllm_config.cache_config.cache_dtype)", "None"),
         _causes("wrong_value"),
         "fp8",
+        about="The mean is written into an fp8 cache as an integer (0.29.0, 0.30.0).",
     ),
     "whole_tensor": Edit(
         f"{_WORKER}._fill_block_tensor",
         _statement("kv_cache[", "kv_cache[:] = fill_values[:1].view(kv_cache.dtype)"),
         _causes("whole_tensor"),
+        about="The fill goes over all blocks of a layer instead of the rows that were selected.",
     ),
 }
 
