@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from diff_tests.campaign import Crew, Shares, num_cores
+from diff_tests.power_bench import BUGGY_RELEASE, NUM_SEEDS, measure_bug_sights
 from diff_tests.shard import Cases
 from diff_tests.vllm_target.target import Target, TargetInfo
 from sim.releases import Rules
@@ -47,8 +48,11 @@ class Measure:
 
 
 def measure(target: Target, info: TargetInfo, only: str | None = None, device: str = "cpu") -> list[Measure]:
-    """All measures, or those of one part: `campaign`, `model` or `memory`. device: where KV memory lies."""
+    """All measures, or those of one part: `campaign`, `model`, `memory` or `bugs`, which needs a release of its own and is
+    measured on demand only. device: where KV memory lies."""
     measures: list[Measure] = []
+    if only == "bugs":
+        measures += measure_bugs()
     if only in (None, "memory"):
         measures += measure_memory(device)
     if only in (None, "campaign"):
@@ -193,6 +197,23 @@ def measure_building(rules: Rules) -> Measure:
         Scheduler(scenario, rules)
         seconds.append(time.perf_counter() - started)
     return Measure("building a model of 100,000 blocks", median(seconds) * 1e3, "milliseconds", at_most=10.0)
+
+
+# --------------------------------------------------------------------------------------------------------------- power
+
+
+def measure_bugs(num_seeds: int = NUM_SEEDS) -> list[Measure]:
+    """How soon campaigns see each known bug of 0.29.0's connector, on one core."""
+    return [
+        Measure(
+            f"vLLM {BUGGY_RELEASE}: {figure.name}",
+            figure.seconds,
+            "seconds of processor time",
+            at_most=10.0,
+            detail=f"{figure.num_cases:g} cases; median of {num_seeds} seeds, {figure.missed} did not see it",
+        )
+        for figure in measure_bug_sights(num_seeds)
+    ]
 
 
 # -------------------------------------------------------------------------------------------------------------- output

@@ -6,6 +6,8 @@ import pytest
 
 from diff_tests import bench, cli
 from diff_tests.bench import Measure, document, measure_building, measure_campaign, measure_model
+from diff_tests.power_bench import BUGGY_RELEASE, BUGS, MOST_CASES, measure_bug_sights
+from diff_tests.tests.conftest import started
 from diff_tests.vllm_target.target import Target
 
 
@@ -50,3 +52,11 @@ def test_a_missed_promise_is_said(target: Target, value: float, kept: bool) -> N
     assert found.kept is kept
     assert document([found], target.info)["verdict"] == ("pass" if kept else "fail")
     assert Measure("cost", 5.0 - value, "times", at_most=2.0).kept is kept
+
+
+def test_the_bugs_of_0_29_0_are_seen_soon() -> None:
+    started(BUGGY_RELEASE)
+    figures = measure_bug_sights(num_seeds=1)
+    assert [figure.name for figure in figures] == list(BUGS)
+    assert all(figure.missed == 0 and 0 < figure.num_cases < MOST_CASES for figure in figures)
+    assert all(0 < figure.seconds < 60 for figure in figures)
