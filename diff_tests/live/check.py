@@ -9,6 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from diff_tests.live.children import histories
 from diff_tests.live.rebuild import Rebuilt, rebuild
 from diff_tests.live.trace import (
     LoadRecord,
@@ -71,6 +72,7 @@ def check_rebuilt(trace: Trace, rebuilt: Rebuilt) -> Checked:
     broken = judge(rebuilt.scenario, rebuilt.history, rebuilt.geometry.rules, rebuilt.contract)
     findings += broken if rebuilt.has_beginning else [f for f in broken if f.law in _CONNECTOR_LAWS]
     findings += _other_ranks(rebuilt)
+    findings += _children(rebuilt)
     findings += _workers(trace, rebuilt)
     places = {
         record.step: place
@@ -120,11 +122,30 @@ def _observed(rebuilt: Rebuilt, steps: list[Scheduled]) -> Observed:
         [record for record in rebuilt.history if isinstance(record, Updated)],
         rebuilt.computed_at_end,
         requires_kv_delivery=rebuilt.requires_kv_delivery,
-        restores_windows=rebuilt.contract is not None and rebuilt.contract.rule().restores_windows,
+        restores_windows=rebuilt.restores_windows,
     )
 
 
-# ----------------------------------------------------------------------------------------------------------- the workers
+# ---------------------------------------------------------------------------------------------- children and the workers
+
+
+def _children(rebuilt: Rebuilt) -> list[Finding]:
+    """Laws 4, 5, 6 and 11 for each connector within a MultiConnector, as if it were alone."""
+    findings: list[Finding] = []
+    for child in rebuilt.children:
+        if child.contract is None:
+            continue
+        for turn, (rank, history) in enumerate(histories(rebuilt, child)):
+            # What the scheduler's side did is the same for every rank.
+            laws = (*_CONNECTOR_LAWS, *_RANK_LAWS) if turn == 0 else (6, *_RANK_LAWS)
+            broken = judge(rebuilt.scenario, history, rebuilt.geometry.rules, child.contract)
+            found = [_by(finding, child.name) for finding in broken if finding.law in laws]
+            findings += found if turn == 0 else [_on_rank(finding, rank or 0) for finding in found]
+    return findings
+
+
+def _by(finding: Finding, name: str) -> Finding:
+    return msgspec.structs.replace(finding, message=f"{finding.message} ({name})")
 
 
 def _other_ranks(rebuilt: Rebuilt) -> list[Finding]:
@@ -170,7 +191,8 @@ def _workers(trace: Trace, rebuilt: Rebuilt) -> list[Finding]:
         findings += _raised(stream)
     for stream in trace.workers:
         findings += _routed(stream, sent, rebuilt)
-        findings += _left_out(stream, sent, scheduled)
+        for c in range(max(len(rebuilt.children), 1)):
+            findings += _left_out(stream, sent, scheduled, c)
     return findings
 
 
@@ -197,7 +219,7 @@ def _routed(stream: Stream, sent: dict[tuple[int, int], dict[str, Any]], rebuilt
         if not isinstance(record, ReceivedRecord) or (record.k, record.c) not in sent:
             continue
         told = sent[record.k, record.c]
-        if "form" not in told and record.c == 0 and rebuilt.is_alone:
+        if "form" not in told and _is_judged(rebuilt, record.c):
             continue  # block by block, as law 5
         if rebuilt.by_name(told) != rebuilt.by_name(record.selected):
             message = f"step {record.k}: the metadata that arrived ({line.place}) is not what the scheduler had built"
@@ -214,13 +236,21 @@ def _routed(stream: Stream, sent: dict[tuple[int, int], dict[str, Any]], rebuilt
     return []
 
 
-def _left_out(stream: Stream, sent: dict[tuple[int, int], dict[str, Any]], scheduled: set[int]) -> list[Finding]:
-    """Steps between the first and the last that a worker saw, of which it was told nothing, or whose load never began."""
-    bound = {line.record.k for line in stream.lines if isinstance(line.record, ReceivedRecord) and not line.record.c}
-    loaded = {line.record.k for line in stream.lines if isinstance(line.record, LoadRecord) and not line.record.c}
+def _is_judged(rebuilt: Rebuilt, c: int) -> bool:
+    """Whether law 5 looks at this connector's metadata block by block."""
+    return rebuilt.is_alone or any(child.c == c and child.contract is not None for child in rebuilt.children)
+
+
+def _left_out(
+    stream: Stream, sent: dict[tuple[int, int], dict[str, Any]], scheduled: set[int], c: int = 0
+) -> list[Finding]:
+    """Steps that a worker was told nothing of, or whose load never began, from the first that it saw to the one before the
+    last; of one connector."""
+    bound = {line.record.k for line in stream.lines if isinstance(line.record, ReceivedRecord) and line.record.c == c}
+    loaded = {line.record.k for line in stream.lines if isinstance(line.record, LoadRecord) and line.record.c == c}
     findings = []
-    for step in range(min(bound, default=0) + 1, max(bound, default=0)):
-        told = sent.get((step, 0), {})
+    for step in range(min(bound, default=0), max(bound, default=0)):
+        told = sent.get((step, c), {})
         if step not in bound and (step in scheduled or told):
             message = f"step {step}: the worker was told nothing"
             finding = Finding(kind="routing", law=5, cause="step_left_out", step=step, message=message)
@@ -240,10 +270,12 @@ def _left_out(stream: Stream, sent: dict[tuple[int, int], dict[str, Any]], sched
 def _notes(trace: Trace, rebuilt: Rebuilt) -> list[str]:
     notes = list(rebuilt.notes)
     name = trace.start.connector.name
-    if not rebuilt.is_alone:
-        notes.append(f"{name} is one of several connectors: selection and fills were not judged")
-    elif rebuilt.contract is None:
-        notes.append(f"no contract for connector {name}: selection and fills were not judged")
+    judged = [(child.name, child.contract) for child in rebuilt.children] or [(name, rebuilt.contract)]
+    notes += [
+        f"no contract for connector {name}: selection and fills were not judged"
+        for name, contract in judged
+        if contract is None
+    ]
     if not trace.workers:
         notes.append("no worker's files: what the workers received was not judged")
     notes += [

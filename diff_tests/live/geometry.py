@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from diff_tests.live.trace import Connector as TracedConnector
+from diff_tests.live.trace import ConnectorRecord, StartRecord
 from diff_tests.live.trace import Group as TracedGroup
-from diff_tests.live.trace import StartRecord
 from sim.releases import NEWEST, RELEASES, Rules
 from sim.scenario import (
     MLA,
@@ -78,7 +79,7 @@ def geometry_of(start: StartRecord, num_blocks: int, rows_per_block: dict[str, i
     if (settings.get("prefill_context_parallel_size") or 1) > 1:
         gaps.append("prefill context parallelism is not modelled")
     groups = tuple(_group(group, start, rows_per_block, gaps) for group in start.groups)
-    return Geometry(rules, _engine(start, num_blocks, gaps), groups, _connector(start), gaps)
+    return Geometry(rules, _engine(start, num_blocks, gaps), groups, connector_of(start.connector), gaps)
 
 
 def _engine(start: StartRecord, num_blocks: int, gaps: list[str]) -> Engine:
@@ -125,10 +126,10 @@ def _speculative(settings: dict[str, Any], gaps: list[str]) -> Speculative | Non
     return Speculative(method=kind or "ngram", tokens=num_tokens)  # type: ignore[arg-type]  # one of three
 
 
-def _connector(start: StartRecord) -> Connector:
+def connector_of(about: TracedConnector | ConnectorRecord) -> Connector:
     """Settings that are digests say nothing to us."""
-    extra = {k: v for k, v in start.connector.extra.items() if isinstance(v, (bool, int, float))}
-    return Connector(name=start.connector.name, extra=extra)
+    extra = {k: v for k, v in about.extra.items() if isinstance(v, (bool, int, float))}
+    return Connector(name=about.name, extra=extra)
 
 
 def _group(group: TracedGroup, start: StartRecord, rows_per_block: dict[str, int], gaps: list[str]) -> AnyGroup:

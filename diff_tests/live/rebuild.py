@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
-from diff_tests.live.geometry import Geometry, geometry_of
+from diff_tests.live.children import Child
+from diff_tests.live.geometry import Geometry, connector_of, geometry_of
 from diff_tests.live.prompts import prompts
 from diff_tests.live.trace import (
     AddRecord,
@@ -22,29 +24,24 @@ from diff_tests.live.trace import (
     Connector,
     ConnectorRecord,
     EndRecord,
-    ForwardRecord,
     Line,
     LiveRequest,
     LoadedRecord,
-    LoadRecord,
-    MemoryRecord,
     MetaRecord,
     Pairs,
     RaisedRecord,
-    ReceivedRecord,
     ResetRecord,
     Selected,
     StateRecord,
     StepRecord,
-    Stream,
     Trace,
     TraceError,
     UpdateRecord,
-    WrittenLayer,
 )
+from diff_tests.live.workers import Worker
 from oracle.contracts import Contract, contract_for
 from sim.geometry import block_sizes, effective_block_size
-from sim.history import Act, Acted, GroupInfo, History, Scheduled, Selection, Selections, Start, Tables, Updated, Written
+from sim.history import Act, Acted, GroupInfo, History, Scheduled, Selection, Selections, Start, Tables, Updated
 from sim.scenario import Abort, Add, AnyStep, LoadDone, ResetPrefixCache, Scenario, Schedule, Update
 
 _ABORTED = "FINISHED_ABORTED"
@@ -58,7 +55,7 @@ class Rebuilt:
     places: for each record of the history, the line of the trace that it comes from. gaps: why the model cannot follow,
     from which step on (0: at all). others: what workers besides the first received, by rank and step; other_acts: the order
     in which they loaded and computed, where it was seen. computed_at_end: tokens by request. ids: vLLM's request IDs by
-    name; names: by number and by ID. is_alone: no other child of a MultiConnector is probed.
+    name; names: by number and by ID. children: the connectors within a MultiConnector, if several are probed.
     """
 
     scenario: Scenario
@@ -74,8 +71,19 @@ class Rebuilt:
     ids: dict[str, str] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     has_beginning: bool = True
-    is_alone: bool = True
+    children: list[Child] = field(default_factory=list)
     requires_kv_delivery: bool = True
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other child of a MultiConnector is probed."""
+        return not self.children
+
+    @property
+    def restores_windows(self) -> bool:
+        """Whether loads bring the last window of groups that are not cached; see ConnectorRule."""
+        contracts = [child.contract for child in self.children] or [self.contract]
+        return all(contract is not None and contract.rule().restores_windows for contract in contracts)
 
     def by_name(self, selected: dict[str, Any]) -> dict[str, Any]:
         """Metadata with requests by name, whichever side it is from."""
@@ -126,7 +134,8 @@ class _Rebuilder:
         self._updates = 0
         self._has_beginning = True
         self._is_alone = True
-        self._workers = [_Worker(stream) for stream in trace.workers]
+        self._workers = [Worker(stream) for stream in trace.workers]
+        self._children: dict[int, Child] = {}
 
     def run(self) -> Rebuilt:
         self._look_ahead()
@@ -135,12 +144,20 @@ class _Rebuilder:
         # The contract depends on groups and connector alone. Of several connectors none answers for the engine.
         bare = Scenario(engine=geometry.engine, connector=geometry.connector, groups=geometry.groups, steps=())
         contract = contract_for(bare, geometry.rules) if self._is_alone else None
+        if not self._is_alone:
+            self._children = {
+                c: Child(c, about.name, contract_for(replace(bare, connector=connector_of(about)), geometry.rules))
+                for c, about in self._connectors.items()
+            }
         self._begin(bare, geometry)
         for line in self._trace.scheduler.lines[1:]:
             self._take(line, contract)
-        scenario = msgspec.structs.replace(bare, steps=self._scenario_steps())
+        scenario = replace(bare, steps=self._scenario_steps())
+        for child in self._children.values():
+            self._join_workers(child)
         gaps = [(0, gap) for gap in geometry.gaps] + self._gaps
-        others = {worker.rank: self._received_by(worker) for worker in self._workers[1:]}
+        # Of several connectors each looks at its own part of every rank.
+        other_workers = [] if self._children else self._workers[1:]
         return Rebuilt(
             scenario=scenario,
             history=self._history,
@@ -149,8 +166,8 @@ class _Rebuilder:
             contract=contract,
             gaps=gaps,
             notes=self._notes,
-            others=others,
-            other_acts={worker.rank: worker.acts for worker in self._workers[1:]},
+            others={worker.rank: self._received_by(worker) for worker in other_workers},
+            other_acts={worker.rank: worker.acts for worker in other_workers},
             computed_at_end=self._computed_at_end,
             ids={life.name: life.add.id for life in self._lives.values()},
             names={
@@ -158,7 +175,7 @@ class _Rebuilder:
                 **{life.add.id: life.name for life in self._lives.values()},
             },
             has_beginning=self._has_beginning,
-            is_alone=self._is_alone,
+            children=list(self._children.values()),
             requires_kv_delivery=self._trace.start.connector.requires_kv_delivery,
         )
 
@@ -171,9 +188,11 @@ class _Rebuilder:
             if isinstance(record, (BoundRecord, StateRecord)):
                 self._num_blocks = record.num_blocks or self._num_blocks
                 self._hash_block_size = record.hash_block_size or self._hash_block_size
-        connectors: list[Connector | ConnectorRecord] = [self._trace.start.connector]
-        connectors += [line.record for line in self._trace.scheduler.lines if isinstance(line.record, ConnectorRecord)]
-        self._gaps += [(0, f"{c.name} may hold blocks of the pool itself") for c in connectors if c.holds_blocks]
+        self._connectors: dict[int, Connector | ConnectorRecord] = {0: self._trace.start.connector}
+        others = [line.record for line in self._trace.scheduler.lines if isinstance(line.record, ConnectorRecord)]
+        self._connectors.update((record.c, record) for record in others)
+        holders = [about.name for about in self._connectors.values() if about.holds_blocks]
+        self._gaps += [(0, f"{name} may hold blocks of the pool itself") for name in holders]
         self._is_alone = not any(isinstance(line.record, MetaRecord) for line in self._trace.scheduler.lines)
         first = self._trace.scheduler.start
         if first.part > 0:
@@ -183,7 +202,8 @@ class _Rebuilder:
 
     def _begin(self, scenario: Scenario, geometry: Geometry) -> None:
         start = self._trace.start
-        looked_at = {layer for worker in self._workers for layer in worker.looked_at}
+        workers = [Worker(stream, c) for stream in self._trace.workers for c in self._connectors]
+        looked_at = {layer for worker in workers for layer in worker.looked_at}
         scheduler_block_size, hash_block_size = block_sizes(scenario, geometry.rules)
         groups = [
             GroupInfo(
@@ -221,10 +241,14 @@ class _Rebuilder:
         elif isinstance(record, AskRecord):
             self._ask(record, line)
         elif isinstance(record, AllocRecord):
-            self._life(record.n, line)
+            name = self._life(record.n, line).name
+            if self._children:
+                self._child(record.c, line).external[name] = record.external
             self._external[record.n] = max(record.external, self._external.get(record.n, 0))
         elif isinstance(record, StepRecord):
             self._scheduled(record, line, contract)
+        elif isinstance(record, MetaRecord):
+            self._meta(record, line)
         elif isinstance(record, LoadedRecord):
             self._loaded(record, line)
         elif isinstance(record, EndRecord):
@@ -282,6 +306,8 @@ class _Rebuilder:
     def _ask(self, record: AskRecord, line: Line) -> None:
         self._life(record.n, line)
         answer, _ = record.answer
+        if self._children:
+            self._child(record.c, line).asked.append((self._lives[record.n].name, record.local, answer))
         if record.c and self._asked and self._asked[-1][0] == record.n:
             # MultiConnector asks one child after the other and takes the first that has tokens.
             n, local, before = self._asked[-1]
@@ -289,6 +315,18 @@ class _Rebuilder:
             self._asked[-1] = (n, local, None if unknown else before or answer)
             return
         self._asked.append((record.n, record.local, answer))
+
+    def _child(self, c: int, line: Line) -> Child:
+        child = self._children.get(c)
+        if child is None:
+            raise TraceError(line.path, line.number, f"of connector {c}, which the trace does not name")
+        return child
+
+    def _meta(self, record: MetaRecord, line: Line) -> None:
+        part = self._child(record.c, line).parts.get(record.k)
+        if part is None:
+            raise TraceError(line.path, line.number, f"metadata of step {record.k}, which is step {self._step}'s place")
+        part.selected = self._named(record.selected, line)
 
     def _loaded(self, record: LoadedRecord, line: Line) -> None:
         self._loaded_now += record.recving
@@ -321,7 +359,7 @@ class _Rebuilder:
         asked = {n: local for n, local, _ in self._asked}
         hits = {n: starts[n] - granted for n, granted in external.items() if n in starts}
         hits.update((n, asked[n]) for n in external if n not in starts and n in asked)
-        selected = self._named(record.selected, line)
+        selected = self._named(record.selected, line) if self._is_alone else None
         step = Scheduled(
             step=self._step,
             scheduled=self._by_name(dict(self._scheduled_now)),
@@ -336,10 +374,14 @@ class _Rebuilder:
             selected=selected,
             tables=self._named_tables(),
         )
-        if self._workers:
+        for child in self._children.values():
+            child.schedule(self._step, dict.fromkeys(step.external, 0))
+        if self._children:
+            self._children[0].parts[self._step].selected = self._named(record.selected, line)
+        elif self._workers:
             step.received = self._received(self._workers[0], self._step, selected)
             step.acts = self._workers[0].acts.get(self._step)
-            step.written = self._written(self._workers[0], self._step, contract)
+            step.written = self._workers[0].written(self._step, contract)
         self._asked, self._external = [], {}
         self._steps.append(Schedule(count=1))
         self._note(step, line)
@@ -418,22 +460,23 @@ class _Rebuilder:
 
     # -- the workers ---------------------------------------------------------------------------------------------------
 
-    def _received(self, worker: _Worker, step: int, selected: Selections | None) -> Selections | None:
+    def _received(self, worker: Worker, step: int, selected: Selections | None) -> Selections | None:
         """What a rank was told in a step. Nothing at all, though it was told of later ones, is a loss."""
         line = worker.received.get(step)
         if line is None:
             return {} if step < worker.last_step and worker.first_step < step and selected else None
         return self._named(line.record.selected, line)
 
-    def _received_by(self, worker: _Worker) -> dict[int, Selections | None]:
+    def _join_workers(self, child: Child) -> None:
+        """What each rank was told for one child, and did."""
+        for stream in self._trace.workers:
+            worker = Worker(stream, child.c)
+            received = {step: self._received(worker, step, part.selected) for step, part in child.parts.items()}
+            child.workers.append((worker, received))
+
+    def _received_by(self, worker: Worker) -> dict[int, Selections | None]:
         scheduled = (record for record in self._history if isinstance(record, Scheduled))
         return {record.step: self._received(worker, record.step, record.selected) for record in scheduled}
-
-    def _written(self, worker: _Worker, step: int, contract: Contract | None) -> list[Written] | None:
-        line = worker.loads.get(step)
-        if line is None or line.record.written is None or contract is None:
-            return None
-        return [entry for layer in line.record.written for entry in _judged(layer, contract)]
 
     # -- names ---------------------------------------------------------------------------------------------------------
 
@@ -444,8 +487,8 @@ class _Rebuilder:
         return {self._lives[n].name: tables for n, tables in self._tables.items()}
 
     def _named(self, selected: dict[str, Any], line: Line) -> Selections | None:
-        """None for metadata of a form that says nothing of blocks, and where several children have their own."""
-        if "form" in selected or not self._is_alone:
+        """None for metadata of a form that says nothing of blocks."""
+        if "form" in selected:
             return None
         named: Selections = {}
         for key, value in selected.items():
@@ -486,32 +529,6 @@ class _Rebuilder:
         return tuple(adds[step] if isinstance(step, int) else step for step in self._steps)
 
 
-class _Worker:
-    """One rank's stream, by step."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.rank = stream.start.rank
-        self.received: dict[int, Line] = {}
-        self.loads: dict[int, Line] = {}
-        self.acts: dict[int, list[Act]] = {}
-        self.rows_per_block: dict[str, int] = {}
-        self.looked_at: set[str] = set()
-        for line in stream.lines:
-            record = line.record
-            if isinstance(record, MemoryRecord):
-                self.rows_per_block = {layer[0]: layer[6] for layer in record.layers if layer[6]}
-            elif isinstance(record, ReceivedRecord) and not record.c:
-                self.received[record.k] = line
-            elif isinstance(record, LoadRecord) and not record.c:
-                self.loads[record.k] = line
-                self.acts.setdefault(record.k, []).append("fill")
-                self.looked_at.update(layer.layer for layer in record.written or ())
-            elif isinstance(record, ForwardRecord):
-                self.acts.setdefault(record.k, []).append("forward")
-        self.first_step = min(self.received, default=0)
-        self.last_step = max(self.received, default=0)
-
-
 def _patched(table: Sequence[int], patches: Sequence[tuple[int, list[int]]], line: Line) -> list[int]:
     if not patches:
         return table  # type: ignore[return-value]  # shared with the record before, never changed in place
@@ -524,35 +541,3 @@ def _patched(table: Sequence[int], patches: Sequence[tuple[int, list[int]]], lin
         else:
             raise TraceError(line.path, line.number, f"a patch at position {position} of a table of {len(ids)} blocks")
     return ids
-
-
-def _judged(layer: WrittenLayer, contract: Contract) -> list[Written]:
-    """What was seen of one layer, in the words of law 6. Bytes that are right are right, whether this load wrote them or
-    they were so before; bytes that are wrong and did not change were not written."""
-    value = contract.values[layer.group]
-    equal = set(layer.equal)
-    entries: list[Written] = []
-
-    def enter(blocks: list[int], state: Any, element: str | None) -> None:
-        if blocks:
-            num_bytes = len(blocks) * layer.block_bytes
-            entries.append(Written(layer.group, layer.layer, blocks, state, element, num_bytes))
-
-    for element, blocks in [*layer.values, (None, layer.mixed)]:
-        right = element is None if value.is_random else element is not None and _consists_of(element, value.element)
-        if right and value.is_random:
-            enter([block for block in blocks if block not in equal], "filled", None)
-            continue
-        if right:
-            enter(list(blocks), "filled", element)
-            continue
-        enter([block for block in blocks if block in equal], "unwritten", element)
-        enter([block for block in blocks if block not in equal], "wrong_value", element)
-    enter(list(layer.outside), "outside", None)
-    return entries
-
-
-def _consists_of(seen: str, element: bytes) -> bool:
-    """Whether an element of the layer's memory, in hex, is the right one, perhaps a narrower one over and over."""
-    data = bytes.fromhex(seen)
-    return data == element * (len(data) // len(element))  # floors: what does not divide evenly is not equal

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,9 @@ def test_a_run_is_the_same_with_and_without_the_probe(target: Target, tmp_path: 
     for folder in (tmp_path / "traces").iterdir():
         checked = check_trace(read_trace([folder]))
         assert checked.verdict == "same", folder
+        # Within a MultiConnector, the one that has a contract is judged by it; the others are named.
+        names = [child.name for child in checked.rebuilt.children if child.contract is not None]
+        assert names == ["DecodeBenchConnector"] * (folder.name == "multi")
         # That one stores from and loads into blocks that it takes from the pool itself.
         assert (checked.gap is not None) == folder.name.startswith("SimpleCPUOffload"), (folder, checked.gap)
 
@@ -196,6 +201,58 @@ def test_fills_are_read_back_and_judged(target: Target, tmp_path: Path):
             (0, "filled", "003f"),
             (1, "filled", "0000"),
         }
+
+
+def several(folder: Path, num_children: int, **options: Any) -> Scenario:
+    """A MultiConnector over probed children."""
+    child = {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"fill_mean": 0.5}}
+    config = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [child] * num_children}}
+    extra = probed(config, {"dir": str(folder), **options})["kv_connector_extra_config"]
+    for each in extra["connectors"]:
+        each["kv_connector_module_path"] = PROBE
+    return busy([FULL, {"kind": "circular", "block": 16}], {"name": "MultiConnector", "extra": extra})
+
+
+def _edit(folder: Path, role: str, change: Callable[[list[dict[str, Any]]], None]) -> None:
+    (path,) = folder.glob(f"{role}-*.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    change(lines)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_each_of_several_connectors_is_judged_by_its_own_contract(target: Target, tmp_path: Path):
+    target.run(several(tmp_path / "trace", 2, verify="all"))
+    checked = check_trace(read_trace([tmp_path / "trace"]))
+    assert (checked.verdict, checked.num_followed, checked.notes) == ("same", checked.num_steps, [])
+
+    def first(lines: list[dict[str, Any]], kind: str, key: str, c: int = 0) -> dict[str, Any]:
+        return next(line for line in lines if line["t"] == kind and line.get(key) and line.get("c", 0) == c)
+
+    def shift(lines: list[dict[str, Any]]) -> None:
+        next(iter(first(lines, "step", "selected")["selected"].values()))["groups"][0][0] += 1
+
+    def ask_for_more(lines: list[dict[str, Any]]) -> None:
+        next(line for line in lines if line["t"] == "meta")["selected"] = {"1": {"groups": [[3], []], "tokens": 16}}
+
+    def lose(lines: list[dict[str, Any]]) -> None:
+        next(iter(first(lines, "received", "selected")["selected"].values()))["groups"][0].pop()
+
+    def spoil(lines: list[dict[str, Any]]) -> None:
+        first(lines, "load", "written")["written"][0]["values"][0][0] = "0000"
+
+    for role, change, law, cause in (
+        ("scheduler", shift, 4, "duplicate_block"),
+        ("scheduler", ask_for_more, 4, "unasked_selection"),
+        ("worker", lose, 5, "missing_block"),
+        ("worker", spoil, 6, "wrong_value"),
+    ):
+        folder = shutil.copytree(tmp_path / "trace", tmp_path / change.__name__)
+        _edit(folder, role, change)
+        findings = [judged.finding for judged in check_trace(read_trace([folder])).findings]
+        assert (law, cause) in [(finding.law, finding.cause) for finding in findings], change.__name__
+        assert all("(DecodeBenchConnector)" in finding.message for finding in findings if finding.law == law)
+        # Only where the second is told to load, it is missed that it did not.
+        assert ((6, "never_loaded") in [(finding.law, finding.cause) for finding in findings]) == (change is ask_for_more)
 
 
 # ------------------------------------------------------------------------------------------------- privacy, size, failures
