@@ -23,8 +23,10 @@ from msgspec import Struct
 
 from oracle.findings import Finding
 from oracle.values import clamp
+from sim.geometry import FULL_LIKE, has_partial_hits
 from sim.releases import Rules
 from sim.scenario import Add, AnyGroup, ChunkedLocal, Mamba, Scenario
+from sim.startup import smallest_pool
 
 Value = bool | str | list[str] | dict[str, bool | str | list[str]]
 """What something has to be: this value, one of these, or (true, false) set or not; or several fields of it."""
@@ -69,11 +71,12 @@ class KnownIssue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class _Subject(NamedTuple):
-    """A finding, its group if it has one, and the scenario that showed it."""
+    """A finding, its group if it has one, the scenario that showed it, and the rules of the release."""
 
     finding: Finding
     group: AnyGroup | None
     scenario: Scenario
+    rules: Rules
 
 
 def _listed(value: str | list[str]) -> list[str]:
@@ -158,6 +161,34 @@ def _load_failure(subject: _Subject, wanted: Value) -> bool:
     return connector is not None and _is_so(connector.load_failure, wanted)
 
 
+def _num_copied_blocks(subject: _Subject) -> int:
+    """Blocks that a request holds beside its copies of them, at most: one a group, where hits may end inside a block."""
+    if not has_partial_hits(subject.scenario, subject.rules):
+        return 0
+    return sum(isinstance(group, (*FULL_LIKE, Mamba)) for group in subject.scenario.groups)
+
+
+def _num_states_in_flight(subject: _Subject) -> int:
+    """Blocks of states that a step in flight reads, beside the one that it writes and the one that the next step writes."""
+    if not subject.scenario.engine.async_scheduling:
+        return 0
+    return sum(isinstance(group, Mamba) and group.mode == "align" for group in subject.scenario.groups)
+
+
+def _pool_lacks(subject: _Subject, num_blocks: int) -> bool:
+    """Whether one request can want so many blocks beside those of the start-up check, and the pool has fewer."""
+    return subject.scenario.engine.blocks < smallest_pool(subject.scenario, subject.rules) + num_blocks
+
+
+def _copies_over_promise(subject: _Subject, wanted: Value) -> bool:
+    return _pool_lacks(subject, _num_copied_blocks(subject)) == wanted
+
+
+def _states_over_promise(subject: _Subject, wanted: Value) -> bool:
+    num_states = _num_states_in_flight(subject)
+    return (num_states > 0 and _pool_lacks(subject, num_states + _num_copied_blocks(subject))) == wanted
+
+
 def _salt_names_an_adapter(subject: _Subject, wanted: Value) -> bool:
     adds = [step for step in subject.scenario.steps if isinstance(step, Add)]
     shared = {add.salt for add in adds} & {add.lora for add in adds} - {None}
@@ -194,6 +225,8 @@ _WHERE: dict[str, Callable[[_Subject, Value], bool]] = {
     "state_block_over_rows": _state_block_over_rows,  # so is a block of states, though it is within the whole budget
     "drafts_fill_a_block": _drafts_fill_a_block,  # a step drafts at least as many tokens as the group's block holds
     "load_failure": _load_failure,  # what becomes of a request whose load failed
+    "copies_over_promise": _copies_over_promise,  # hits end inside blocks, and the pool may lack those that are copied
+    "states_over_promise": _states_over_promise,  # the pool may lack blocks for states that a step in flight reads
     "fill_out_of_range": _fill_out_of_range,  # some group's memory, as it is stored, cannot take the fill unencoded
     "salt_names_an_adapter": _salt_names_an_adapter,  # a request's cache salt is the name of another's LoRA adapter
 }
@@ -235,5 +268,5 @@ def explains(issue: KnownIssue, finding: Finding, scenario: Scenario, rules: Rul
     if issue.groups and finding.group_kind not in issue.groups:
         return False
     group = scenario.groups[finding.group] if finding.group is not None else None
-    subject = _Subject(finding, group, scenario)
+    subject = _Subject(finding, group, scenario, rules)
     return all(_WHERE[name](subject, wanted) for name, wanted in issue.where.items())

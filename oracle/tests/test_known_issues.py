@@ -224,6 +224,31 @@ def test_what_becomes_of_failed_loads(policy: str) -> None:
     assert explains(issue, finding(group=None), case, rules_of("0.30.0")) == (policy == "recompute")
 
 
+@pytest.mark.parametrize(
+    ("engine", "groups", "promised", "num_states", "num_copies"),
+    [
+        ("async_scheduling: true", "{kind: mamba, block: 1, mode: align}", 3, 1, 0),
+        ("async_scheduling: false", "{kind: mamba, block: 1, mode: align}", 3, 0, 0),
+        ("async_scheduling: true", "{kind: full, block: 4}", 9, 0, 0),
+        ("prefix_match_unit: 2", "{kind: mamba, block: 4, mode: align}, {kind: full, block: 4}", 11, 0, 2),
+        ("prefix_match_unit: 4", "{kind: mamba, block: 4, mode: align}, {kind: full, block: 4}", 11, 0, 0),
+        (
+            "async_scheduling: true, prefix_match_unit: 2",
+            "{kind: mamba, block: 4, mode: align}, {kind: full, block: 4}, {kind: circular, block: 4}",
+            12,
+            3,
+            2,
+        ),
+    ],
+)
+def test_pools_of_what_start_up_promises(engine: str, groups: str, promised: int, num_states: int, num_copies: int) -> None:
+    for name, num_more in (("states_over_promise", num_states), ("copies_over_promise", num_copies)):
+        for blocks in range(promised, promised + 6):
+            case = scenario(f"{{blocks: {blocks}, max_model_len: 32, {engine}}}", f"[{groups}]", "[{step: 1}]", "null")
+            fits = explains(entry(f"where = {{ {name} = true }}"), finding(group=None), case, rules_of("0.30.0"))
+            assert fits == (blocks < promised + num_more)
+
+
 def crash(type_: str, line: str, message: str = "", through: str = "Scheduler.schedule") -> Finding:
     raised = {"type": type_, "message": message, "trail": [through], "line": line}
     cause = f"{type_}_in_{through.rpartition('.')[2]}"
