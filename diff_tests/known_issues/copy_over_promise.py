@@ -1,8 +1,8 @@
 """A request that hits a part of a block waits for ever in the smallest pool that is accepted, though it would run without.
 
 Beside a Mamba group in mode `align` hits may end inside a block. The block is then copied, so that for a while the request
-holds it and its copy: a block more than the start-up check counts for the longest request. Where the pool has no such block,
-the scheduler waits for one. All blocks are free and nothing runs, so none ever comes.
+holds it and its copy: a block more than the start-up check counts for the longest request. Where the pool has no such
+block, the scheduler waits for one. All blocks are free and nothing runs, so none ever comes.
 
 Run it with the vLLM in question: `python copy_over_promise.py`. It fails where vLLM has the issue.
 """

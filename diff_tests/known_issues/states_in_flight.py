@@ -1,9 +1,9 @@
 """A lone request of a Mamba group in mode `align` preempts itself for ever in the smallest pool that is accepted.
 
 The start-up check asks for two blocks of states per request. With asynchronous scheduling the state that the step in flight
-reads is kept until its output arrives, beside the one that it writes, so that the next step needs a third block. Nobody else
-is there to be preempted: the request itself is. It starts again behind its cached state, of which there is none in the middle
-of a prompt by default, and comes to the same point.
+reads is kept until its output arrives, beside the one that it writes, so that the next step needs a third block. Nobody
+else is there to be preempted: the request itself is. It starts again behind its cached state, of which there is none in the
+middle of a prompt by default, and comes to the same point.
 
 Run it with the vLLM in question: `python states_in_flight.py`. It fails where vLLM has the issue.
 """
