@@ -10,6 +10,7 @@ import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,6 +21,7 @@ from diff_tests.campaign import Crew, Shares, num_cores
 from diff_tests.power_bench import BUGGY_RELEASE, NUM_SEEDS, measure_bug_sights
 from diff_tests.shard import Cases
 from diff_tests.vllm_target.target import Target, TargetInfo
+from diff_tests.workload.race import RIVAL, race
 from sim.releases import Rules
 from sim.scenario import Add, Engine, Full, Scenario, Span
 from sim.scheduler import Scheduler
@@ -47,10 +49,14 @@ class Measure:
         )
 
 
-def measure(target: Target, info: TargetInfo, only: str | None = None, device: str = "cpu") -> list[Measure]:
-    """All measures, or those of one part: `campaign`, `model`, `memory` or `bugs`, which needs a release of its own and is
-    measured on demand only. device: where KV memory lies."""
+def measure(
+    target: Target, info: TargetInfo, only: str | None = None, device: str = "cpu", trace: Path | None = None
+) -> list[Measure]:
+    """All measures, or those of one part: `campaign`, `model`, `memory`, or, on demand only, `bugs`, which needs a release
+    of its own, and `workload`, which needs a trace. device: where KV memory lies. Raises RaceError."""
     measures: list[Measure] = []
+    if only == "workload" and trace is not None:
+        measures.append(measure_workload(trace))
     if only == "bugs":
         measures += measure_bugs()
     if only in (None, "memory"):
@@ -214,6 +220,22 @@ def measure_bugs(num_seeds: int = NUM_SEEDS) -> list[Measure]:
         )
         for figure in measure_bug_sights(num_seeds)
     ]
+
+
+# ------------------------------------------------------------------------------------------------------------ workload
+
+
+def measure_workload(trace: Path, num_rounds: int = NUM_ROUNDS) -> Measure:
+    """Replaying a trace in the order of its requests, against kvcache-simulator. Raises RaceError."""
+    found = race(trace, num_rounds)
+    starts = f"commands as a whole {found.ours:.2f} and {found.theirs:.2f} s of processor time"
+    return Measure(
+        f"workload over {RIVAL}",
+        found.ratio,
+        "times faster, start-up apart",
+        at_least=1.0,
+        detail=f"{starts}, {found.our_start:.2f} and {found.their_start:.2f} s of it start-up",
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- output

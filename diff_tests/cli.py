@@ -922,13 +922,15 @@ def e2e(models: tuple[str, ...], vllm: str, http: bool, connector: str | None, a
     return INTERRUPTED if interrupted else OK
 
 
-@cli.command(epilog="kvoracle bench\nkvoracle bench --only model --json\nkvoracle bench --only memory --device cuda")
+@cli.command(
+    epilog="kvoracle bench\nkvoracle bench --only memory --device cuda\nkvoracle bench --only workload --trace t.jsonl"
+)
 @_vllm_option
 @click.option(
     "--only",
-    type=click.Choice(["campaign", "model", "memory", "bugs"]),
-    help="One part: speed and cost of a campaign, speed of the model, verification of KV memory, or how soon a campaign "
-    "sees the five faults of 0.29.0's connector.",
+    type=click.Choice(["campaign", "model", "memory", "bugs", "workload"]),
+    help="One part: speed and cost of a campaign, speed of the model, verification of KV memory, how soon a campaign sees "
+    "the five faults of 0.29.0's connector, or speed of `workload` on the --trace.",
 )
 @click.option(
     "--device",
@@ -937,8 +939,13 @@ def e2e(models: tuple[str, ...], vllm: str, http: bool, connector: str | None, a
     show_default=True,
     help="Where the KV memory lies that is verified.",
 )
+@click.option(
+    "--trace",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="For --only workload: a request trace with a hash for each 512 tokens.",
+)
 @_json_option
-def bench(vllm: str, only: str | None, device: str, as_json: bool) -> int:
+def bench(vllm: str, only: str | None, device: str, trace: Path | None, as_json: bool) -> int:
     """Measure the ratios that the project promises.
 
     Cases per second on one core in the default mix (at least 150); what a campaign costs over the real side alone (at
@@ -946,15 +953,22 @@ def bench(vllm: str, only: str | None, device: str, as_json: bool) -> int:
     step for step (at least 3), with 4 running requests and with 256 over 100,000 blocks; what building a model of 100,000
     blocks costs; how fast KV memory is verified against a copy of it on the same device (at least 0.6, where the blocks
     that were filled lie in one run). Ratios are medians of interleaved batches. `--only bugs`: processor time until a
-    campaign on 0.29.0 sees each of the five faults of its connector (at most 10 seconds; median of 20 seeds). Exit code 1
-    if one is missed. Takes about two minutes.
+    campaign on 0.29.0 sees each of the five faults of its connector (at most 10 seconds; median of 20 seeds). `--only
+    workload --trace FILE`: how much faster than kvcache-simulator, which has to be on PATH, `workload` replays a trace
+    in the order of its requests (at least 1). Exit code 1 if one is missed. Takes about two minutes.
     """
     from diff_tests.bench import document, measure, print_measures
+    from diff_tests.workload.race import RaceError
 
+    if (only == "workload") != (trace is not None):
+        raise InputError("--only workload and --trace FILE go together")
     if device == "cuda" and not _has_cuda():
         raise InputError("--device cuda: torch finds no CUDA device here; use cpu")
     with _Started(vllm) as (target, info):
-        measures = measure(target, info, only, device)
+        try:
+            measures = measure(target, info, only, device, trace)
+        except RaceError as error:
+            raise InputError(str(error)) from None
     if as_json:
         _print_json(document(measures, info))
     else:

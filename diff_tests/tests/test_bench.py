@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+from pathlib import Path
+
 import pytest
 
 from diff_tests import bench, cli
@@ -9,6 +14,7 @@ from diff_tests.bench import Measure, document, measure_building, measure_campai
 from diff_tests.power_bench import BUGGY_RELEASE, BUGS, MOST_CASES, measure_bug_sights
 from diff_tests.tests.conftest import started
 from diff_tests.vllm_target.target import Target
+from diff_tests.workload.race import RaceError, race
 
 
 def test_the_model_is_faster_than_the_scheduler_step_for_step(target: Target) -> None:
@@ -60,3 +66,34 @@ def test_the_bugs_of_0_29_0_are_seen_soon() -> None:
     assert [figure.name for figure in figures] == list(BUGS)
     assert all(figure.missed == 0 and 0 < figure.num_cases < MOST_CASES for figure in figures)
     assert all(0 < figure.seconds < 60 for figure in figures)
+
+
+def test_a_trace_is_replayed_beside_the_other_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = tmp_path / "trace.jsonl"
+    row = {"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [0, 1]}
+    trace.write_text(f"{json.dumps(row)}\n" * 20_000)
+    other = tmp_path / "kvcache-simulator"
+    other.write_text(
+        f"#!{sys.executable}\nimport sys, time\nlast = time.process_time() + len(open(sys.argv[3]).readlines()) / 1e6\n"
+        "while time.process_time() < last: pass\n"
+    )
+    other.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = race(trace, num_rounds=1)
+    assert found.theirs > found.their_start > 0
+    assert found.ours > found.our_start > 0
+    assert found.ratio == pytest.approx((found.theirs - found.their_start) / (found.ours - found.our_start))
+    other.write_text(f"#!{sys.executable}\nraise SystemExit('no such budget')\n")
+    with pytest.raises(RaceError, match="kvcache-simulator failed: no such budget"):
+        race(trace, num_rounds=1)
+
+
+def test_a_race_needs_the_other_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RaceError, match="not on PATH"):
+        race(tmp_path / "trace.jsonl", num_rounds=1)
+
+
+def test_the_trace_and_its_part_go_together(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run_cli(["bench", "--only", "workload"]) == cli.BAD_INPUT
+    assert "--trace" in capsys.readouterr().err
