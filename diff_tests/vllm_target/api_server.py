@@ -95,10 +95,14 @@ class ApiServer:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=_END_TIMEOUT_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self.kill()
         self._process.wait()
         self._output.close()
+
+    def kill(self) -> None:
+        """Ends the server and what it has started at once, in the middle of whatever it does."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def arguments(settings: dict[str, Any]) -> list[str]:
