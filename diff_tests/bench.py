@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
+from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
 from diff_tests.campaign import Crew, Shares, num_cores
+from diff_tests.growth_bench import SERIES, Growth, exponent, measure_growth
 from diff_tests.power_bench import BUGGY_RELEASE, NUM_SEEDS, measure_bug_sights
 from diff_tests.shard import Cases
 from diff_tests.vllm_target.target import Target, TargetInfo
 from diff_tests.workload.race import RIVAL, race
+from diff_tests.workload.report import Origin
 from sim.releases import Rules
 from sim.scenario import Add, Engine, Full, Scenario, Span
 from sim.scheduler import Scheduler
@@ -52,8 +57,8 @@ class Measure:
 def measure(
     target: Target, info: TargetInfo, only: str | None = None, device: str = "cpu", trace: Path | None = None
 ) -> list[Measure]:
-    """All measures, or those of one part: `campaign`, `model`, `memory`, or, on demand only, `bugs`, which needs a release
-    of its own, and `workload`, which needs a trace. device: where KV memory lies. Raises RaceError."""
+    """All measures, or those of one part: `campaign`, `model`, `memory`, `growth`, or, on demand only, `bugs`, which needs
+    a release of its own, and `workload`, which needs a trace. device: where KV memory lies. Raises RaceError."""
     measures: list[Measure] = []
     if only == "workload" and trace is not None:
         measures.append(measure_workload(trace))
@@ -70,6 +75,8 @@ def measure(
             measure_model(target, info.rules, num_requests=256, num_blocks=100_000, num_steps=60),
             measure_building(info.rules),
         ]
+    if only in (None, "growth"):
+        measures += [growth_measure(measure_growth(target, series)) for series in SERIES]
     return measures
 
 
@@ -205,6 +212,21 @@ def measure_building(rules: Rules) -> Measure:
     return Measure("building a model of 100,000 blocks", median(seconds) * 1e3, "milliseconds", at_most=10.0)
 
 
+# -------------------------------------------------------------------------------------------------------------- growth
+
+
+def growth_measure(growth: Growth) -> Measure:
+    """The exponent with which the cost of predicting, comparing and judging a case grows: no more than its size does, with
+    room for what a busy machine adds."""
+    sizes = growth.series.sizes
+    detail = (
+        f"{growth.judging[0] * 1e3:.3g} to {growth.judging[-1] * 1e3:.3g} milliseconds for {sizes[0]:,} to {sizes[-1]:,}; "
+        f"real side: exponent {exponent(sizes, growth.real):.2f}"
+    )
+    value = exponent(sizes, growth.judging)
+    return Measure(f"cost over {growth.series.name}", value, "as exponent", at_most=1.3, detail=detail)
+
+
 # --------------------------------------------------------------------------------------------------------------- power
 
 
@@ -261,15 +283,89 @@ def document(measures: Sequence[Measure], info: TargetInfo) -> dict[str, Any]:
     }
 
 
-def print_measures(console: Console, measures: Sequence[Measure], info: TargetInfo) -> None:
-    """The same as a table, and last the verdict."""
+def print_measures(
+    console: Console, measures: Sequence[Measure], info: TargetInfo, earlier: Mapping[str, Sequence[float]] | None = None
+) -> None:
+    """The same as a table, and last the verdict. earlier: values measured before, by name, oldest first."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("", "measured", "", "promised", ""):
+    for title in ("", "measured", "", "promised", "before" if earlier else "", ""):
         table.add_column(title)
     for m in measures:
         bound = f"at least {m.at_least:g}" if m.at_least is not None else "nothing"
         bound = f"at most {m.at_most:g}" if m.at_most is not None else bound
-        table.add_row(m.name, f"{m.value:.3g}", m.unit, bound + ("" if m.kept else "  MISSED"), m.detail)
+        before = _before(m, earlier[m.name]) if earlier and m.name in earlier else ""
+        table.add_row(m.name, f"{m.value:.3g}", m.unit, bound + ("" if m.kept else "  MISSED"), before, m.detail)
     console.print(table)
     missed = sum(not m.kept for m in measures)
     console.print(f"{'fail' if missed else 'pass'}: {len(measures)} measures, {missed} missed, vLLM {info.version}")
+
+
+# ------------------------------------------------------------------------------------------------------------- history
+
+_NUM_RECALLED = 5
+_NOTABLE = 1.2
+
+
+class HistoryError(ValueError):
+    """A history of figures that cannot be read or written; one sentence with the place."""
+
+
+class Figures(Struct, kw_only=True, forbid_unknown_fields=True):
+    """One run of the benchmark, a line of its history: when (UTC), of what, on how many cores, and the values by name."""
+
+    time: str
+    kvoracle: str
+    commit: str | None
+    vllm: str
+    command: str
+    cores: int
+    measures: dict[str, float]
+
+
+def earlier_values(path: Path, vllm: str) -> dict[str, list[float]]:
+    """By name, what the last runs with this vLLM measured, oldest first. Begins the file where there is none: that it
+    cannot be written has to show before anything is measured. Raises HistoryError."""
+    values: dict[str, list[float]] = defaultdict(list)
+    try:
+        with path.open("a+b") as file:
+            file.seek(0)
+            lines = file.read().splitlines()
+    except OSError as error:
+        raise HistoryError(f"{path}: cannot be written: {error.strerror}; name another file") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            figures = msgspec.json.decode(line, type=Figures)
+        except msgspec.DecodeError as error:
+            raise HistoryError(f"{path}: line {number} is no figures of `bench`: {error}; name another file") from None
+        if figures.vllm == vllm:
+            for name, value in figures.measures.items():
+                values[name].append(value)
+    return {name: found[-_NUM_RECALLED:] for name, found in values.items()}
+
+
+def append_figures(path: Path, measures: Sequence[Measure], info: TargetInfo, made_by: Origin) -> None:
+    """Adds a line with these measures. Raises HistoryError."""
+    figures = Figures(
+        time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        kvoracle=made_by.kvoracle,
+        commit=made_by.commit,
+        vllm=info.version,
+        command=made_by.command,
+        cores=num_cores(),
+        measures={m.name: m.value for m in measures},
+    )
+    try:
+        with path.open("ab") as file:
+            file.write(msgspec.json.encode(figures) + b"\n")
+    except OSError as error:
+        raise HistoryError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def _before(measure: Measure, values: Sequence[float]) -> str:
+    """The median of earlier values, and whether this one is notably worse."""
+    usual = median(values)
+    if measure.at_least is not None:
+        is_worse = measure.value * _NOTABLE < usual
+    else:
+        is_worse = measure.at_most is not None and measure.value > usual * _NOTABLE
+    return f"{usual:.3g}" + ("  WORSE" if is_worse else "")

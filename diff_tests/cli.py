@@ -923,14 +923,15 @@ def e2e(models: tuple[str, ...], vllm: str, http: bool, connector: str | None, a
 
 
 @cli.command(
-    epilog="kvoracle bench\nkvoracle bench --only memory --device cuda\nkvoracle bench --only workload --trace t.jsonl"
+    epilog="kvoracle bench\nkvoracle bench --only memory --device cuda\nkvoracle bench --only workload --trace t.jsonl\n"
+    "kvoracle bench --history figures.jsonl"
 )
 @_vllm_option
 @click.option(
     "--only",
-    type=click.Choice(["campaign", "model", "memory", "bugs", "workload"]),
-    help="One part: speed and cost of a campaign, speed of the model, verification of KV memory, how soon a campaign sees "
-    "the five faults of 0.29.0's connector, or speed of `workload` on the --trace.",
+    type=click.Choice(["campaign", "model", "memory", "growth", "bugs", "workload"]),
+    help="One part: speed and cost of a campaign, speed of the model, verification of KV memory, how cost grows with size, "
+    "how soon a campaign sees the five faults of 0.29.0's connector, or speed of `workload` on the --trace.",
 )
 @click.option(
     "--device",
@@ -944,21 +945,31 @@ def e2e(models: tuple[str, ...], vllm: str, http: bool, connector: str | None, a
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="For --only workload: a request trace with a hash for each 512 tokens.",
 )
+@click.option(
+    "--history",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Add the figures to this file, a line of JSON a run, and show beside each what the last runs with the same vLLM "
+    "measured. Keep one for each machine.",
+)
 @_json_option
-def bench(vllm: str, only: str | None, device: str, trace: Path | None, as_json: bool) -> int:
+def bench(vllm: str, only: str | None, device: str, trace: Path | None, history: Path | None, as_json: bool) -> int:
     """Measure the ratios that the project promises.
 
     Cases per second on one core in the default mix (at least 150); what a campaign costs over the real side alone (at
     most 1.6); how much two jobs gain on two cores (at least 1.8); how much faster than the real scheduler the model is,
     step for step (at least 3), with 4 running requests and with 256 over 100,000 blocks; what building a model of 100,000
     blocks costs; how fast KV memory is verified against a copy of it on the same device (at least 0.6, where the blocks
-    that were filled lie in one run). Ratios are medians of interleaved batches. `--only bugs`: processor time until a
-    campaign on 0.29.0 sees each of the five faults of its connector (at most 10 seconds; median of 20 seeds). `--only
-    workload --trace FILE`: how much faster than kvcache-simulator, which has to be on PATH, `workload` replays a trace
-    in the order of its requests (at least 1). Exit code 1 if one is missed. Takes about two minutes.
+    that were filled lie in one run); the exponents with which the cost of judging a case grows with prompt length, running
+    requests, pool size and groups, each doubled several times (at most 1.3). Ratios are medians of interleaved batches.
+    `--only bugs`: processor time until a campaign on 0.29.0 sees each of the five faults of its connector (at most 10
+    seconds; median of 20 seeds). `--only workload --trace FILE`: how much faster than kvcache-simulator, which has to be on
+    PATH, `workload` replays a trace in the order of its requests (at least 1). Exit code 1 if one is missed. Takes about
+    two minutes.
     """
-    from diff_tests.bench import document, measure, print_measures
+    from diff_tests.bench import HistoryError, append_figures, document, earlier_values, measure, print_measures
     from diff_tests.workload.race import RaceError
+    from diff_tests.workload.report import origin
 
     if (only == "workload") != (trace is not None):
         raise InputError("--only workload and --trace FILE go together")
@@ -966,13 +977,18 @@ def bench(vllm: str, only: str | None, device: str, trace: Path | None, as_json:
         raise InputError("--device cuda: torch finds no CUDA device here; use cpu")
     with _Started(vllm) as (target, info):
         try:
+            earlier = earlier_values(history, info.version) if history else {}
             measures = measure(target, info, only, device, trace)
+            if history:
+                append_figures(history, measures, info, origin(info.rules.release, sys.argv[1:]))
+        except HistoryError as error:
+            raise InputError(f"--history {error}") from None
         except RaceError as error:
             raise InputError(str(error)) from None
     if as_json:
         _print_json(document(measures, info))
     else:
-        print_measures(_output(), measures, info)
+        print_measures(_output(), measures, info, earlier)
     return OK if all(m.kept for m in measures) else FINDINGS
 
 

@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from diff_tests import bench, cli
-from diff_tests.bench import Measure, document, measure_building, measure_campaign, measure_model
+from diff_tests.bench import (
+    HistoryError,
+    Measure,
+    append_figures,
+    document,
+    earlier_values,
+    growth_measure,
+    measure_building,
+    measure_campaign,
+    measure_model,
+    print_measures,
+)
+from diff_tests.growth_bench import SERIES, Series, exponent, measure_growth
 from diff_tests.power_bench import BUGGY_RELEASE, BUGS, MOST_CASES, measure_bug_sights
 from diff_tests.tests.conftest import started
 from diff_tests.vllm_target.target import Target
 from diff_tests.workload.race import RaceError, race
+from diff_tests.workload.report import origin
 
 
 def test_the_model_is_faster_than_the_scheduler_step_for_step(target: Target) -> None:
@@ -97,3 +112,45 @@ def test_a_race_needs_the_other_simulator(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_trace_and_its_part_go_together(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run_cli(["bench", "--only", "workload"]) == cli.BAD_INPUT
     assert "--trace" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("power", [0.0, 1.0, 2.0])
+def test_the_exponent_of_a_power_is_that_power(power: float) -> None:
+    sizes = (1, 2, 4, 8, 16)
+    assert exponent(sizes, [3.0 * size**power for size in sizes]) == pytest.approx(power)
+    dear_start = [100.0 if size == 1 else 3.0 * size**power for size in sizes]
+    assert exponent(sizes, dear_start) == pytest.approx(power)
+
+
+@pytest.mark.parametrize("series", SERIES, ids=lambda series: series.name)
+def test_the_cost_of_growing_cases_is_measured(series: Series, target: Target) -> None:
+    small = series._replace(sizes=series.sizes[:3])
+    assert all(after == 2 * before for before, after in zip(series.sizes, series.sizes[1:], strict=False))
+    growth = measure_growth(target, small, num_rounds=1)
+    assert len(growth.judging) == len(growth.real) == 3
+    assert all(0 < seconds < 10 for seconds in growth.judging + growth.real)
+    assert growth_measure(growth).value < 3
+
+
+def test_figures_are_kept_and_a_slowdown_shows(target: Target, tmp_path: Path) -> None:
+    path = tmp_path / "figures.jsonl"
+    assert earlier_values(path, target.info.version) == {}
+    made_by = origin("0.32.0", ["bench"])
+    for rate, cost in ((250.0, 1.2), (200.0, 1.3), (190.0, 1.4)):
+        measures = [Measure("speed", rate, "cases/s", at_least=150), Measure("cost", cost, "times", at_most=1.6)]
+        append_figures(path, measures, target.info, made_by)
+    earlier = earlier_values(path, target.info.version)
+    assert earlier == {"speed": [250.0, 200.0, 190.0], "cost": [1.2, 1.3, 1.4]}
+    assert earlier_values(path, "another") == {}
+    for rate, cost, worse in ((160.0, 1.57, 2), (170.0, 1.5, 0)):
+        console = Console(record=True, width=150)
+        measures = [Measure("speed", rate, "cases/s", at_least=150), Measure("cost", cost, "times", at_most=1.6)]
+        print_measures(console, measures, target.info, earlier)
+        text = console.export_text()
+        assert re.search(r"speed +\d+ +cases/s +at least 150 +200", text)
+        assert text.count("WORSE") == worse
+    path.write_bytes(path.read_bytes() + b"{}\n")
+    with pytest.raises(HistoryError, match="line 4 is no figures"):
+        earlier_values(path, target.info.version)
+    with pytest.raises(HistoryError, match="cannot be written"):
+        earlier_values(tmp_path / "no" / "f", target.info.version)
