@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from oracle.findings import Finding
 from oracle.values import clamp
-from sim.geometry import FULL_LIKE, has_partial_hits
+from sim.geometry import FULL_LIKE, effective_block_size, has_partial_hits
 from sim.releases import Rules
 from sim.scenario import Add, AnyGroup, ChunkedLocal, Mamba, Scenario
 from sim.startup import smallest_pool
@@ -189,6 +189,19 @@ def _states_over_promise(subject: _Subject, wanted: Value) -> bool:
     return (num_states > 0 and _pool_lacks(subject, num_states + _num_copied_blocks(subject))) == wanted
 
 
+def _loads_later(subject: _Subject, wanted: Value) -> bool:
+    return any(isinstance(step, Add) and step.load == "async" for step in subject.scenario.steps) == wanted
+
+
+def _drafts_over_promise(subject: _Subject, wanted: Value) -> bool:
+    engine, groups = subject.scenario.engine, subject.scenario.groups
+    most = (
+        1 + 2 * engine.speculative.tokens if engine.speculative is not None else 0
+    )  # the drafts, and lookahead behind them
+    sizes = [effective_block_size(group, engine.dcp, subject.rules) for group in groups if not isinstance(group, Mamba)]
+    return (most > 0 and _pool_lacks(subject, sum(-(-most // size) for size in sizes))) == wanted  # rounded up
+
+
 def _salt_names_an_adapter(subject: _Subject, wanted: Value) -> bool:
     adds = [step for step in subject.scenario.steps if isinstance(step, Add)]
     shared = {add.salt for add in adds} & {add.lora for add in adds} - {None}
@@ -227,6 +240,8 @@ _WHERE: dict[str, Callable[[_Subject, Value], bool]] = {
     "load_failure": _load_failure,  # what becomes of a request whose load failed
     "copies_over_promise": _copies_over_promise,  # hits end inside blocks, and the pool may lack those that are copied
     "states_over_promise": _states_over_promise,  # the pool may lack blocks for states that a step in flight reads
+    "loads_later": _loads_later,  # some request's external tokens arrive after the step that grants them
+    "drafts_over_promise": _drafts_over_promise,  # the pool may lack blocks for a step of drafts in every group
     "fill_out_of_range": _fill_out_of_range,  # some group's memory, as it is stored, cannot take the fill unencoded
     "salt_names_an_adapter": _salt_names_an_adapter,  # a request's cache salt is the name of another's LoRA adapter
 }

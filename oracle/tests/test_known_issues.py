@@ -249,6 +249,35 @@ def test_pools_of_what_start_up_promises(engine: str, groups: str, promised: int
             assert fits == (blocks < promised + num_more)
 
 
+@pytest.mark.parametrize(
+    ("drafts", "groups", "promised", "num_more"),
+    [
+        ("null", "{kind: full, block: 4}", 9, 0),
+        ("{tokens: 2}", "{kind: full, block: 4}", 9, 2),  # 5 tokens at most
+        ("{tokens: 2}", "{kind: full, block: 8}, {kind: circular, block: 4}", 6, 3),
+        ("{tokens: 2}", "{kind: full, block: 8}, {kind: mamba, block: 8, mode: align, speculative_blocks: 2}", 9, 1),
+    ],
+)
+def test_pools_without_blocks_for_drafts(drafts: str, groups: str, promised: int, num_more: int) -> None:
+    for blocks in range(promised, promised + 5):
+        case = scenario(
+            f"{{blocks: {blocks}, max_model_len: 32, speculative: {drafts}}}",
+            f"[{groups}]",
+            "[{step: 1}]",
+            "{name: scripted}",
+        )
+        fits = explains(entry("where = { drafts_over_promise = true }"), finding(group=None), case, rules_of("0.30.0"))
+        assert fits == (blocks < promised + num_more)
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_loads_that_arrive_later(load: str) -> None:
+    add = f"{{add: {{id: A, prompt: [[a, 9]], max_tokens: 1, external: 8, load: {load}}}}}"
+    case = scenario("{blocks: 20, max_model_len: 64}", "[{kind: full, block: 4}]", f"[{add}]", "{name: scripted}")
+    fits = explains(entry("where = { loads_later = true }"), finding(group=None), case, rules_of("0.30.0"))
+    assert fits == (load == "async")
+
+
 def crash(type_: str, line: str, message: str = "", through: str = "Scheduler.schedule") -> Finding:
     raised = {"type": type_, "message": message, "trail": [through], "line": line}
     cause = f"{type_}_in_{through.rpartition('.')[2]}"
