@@ -256,3 +256,60 @@ FREE_ORDER = Edit(
     "BlockPool.get_new_blocks",
     _replaced("self.free_block_queue.popleft_n(num_blocks)", "self.free_block_queue.popleft_n(num_blocks)[::-1]"),
 )
+
+_EXAMPLE, _OFFLOAD = "ExampleConnector", "OffloadingConnectorScheduler"
+_LOAD = f"{_OFFLOAD}.update_state_after_alloc"
+
+# Of connectors that keep content: the file that is edited, by the name of the edit.
+KEEPER_FILES = {
+    "example": "distributed/kv_transfer/kv_connector/v1/example_connector.py",
+    "offloading": "distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py",
+}
+KEEPER_EDITS: dict[str, Edit] = {
+    "example_blocks_in_another_order": Edit(
+        "ReqMeta.make_meta", _assigned("block_ids_tensor", "torch.tensor(block_ids).flip(0)"), _causes("stored_unwritten")
+    ),
+    "example_nothing_loaded": Edit(
+        f"{_EXAMPLE}.update_state_after_alloc", _replaced("num_external_tokens > 0", "False"), _causes("missing_request")
+    ),
+    "example_one_name_for_all": Edit(
+        f"{_EXAMPLE}._found_match_for_prompt", _replaced("os.path.exists(foldername)", "True"), _causes("never_stored")
+    ),
+    "offloading_load_starts_late": Edit(
+        _LOAD,
+        _statement("load_start_gpu_block_idx = i", "load_start_gpu_block_idx = min(i + 1, num_gpu_blocks)"),
+        _causes("starts_late", "missing_request"),
+    ),
+    "offloading_load_from_other_slots": Edit(
+        _LOAD,
+        _replaced("offload_keys[start_chunk_idx:end_chunk_idx]", "offload_keys[start_chunk_idx:end_chunk_idx][::-1]"),
+        _causes("wrong_content"),
+    ),
+    "offloading_stores_the_block_before": Edit(
+        f"{_OFFLOAD}._build_store_jobs",
+        _statement("src_block_ids.append", "src_block_ids.append(block_ids[max(gpu_block_idx + i - 1, 0)])"),
+        _causes("wrong_content"),
+    ),
+    "offloading_never_hurries": Edit(
+        f"{_OFFLOAD}.build_connector_meta",
+        _statement("self._current_batch_jobs_to_flush.update((jid", "pass"),
+        _causes("store_overtaken"),
+    ),
+}
+
+
+def edited_checkout(folder: Path, file: str, edit: Edit) -> Path:
+    """The installed vLLM by links, with one file changed."""
+    path = Path(file)
+    here = folder / "vllm"
+    there = installed_vllm()
+    for part in (*path.parts, None):
+        here.mkdir(parents=True)
+        for entry in there.iterdir():
+            if entry.name != part:
+                (here / entry.name).symlink_to(entry)
+        if part == path.name:
+            (here / part).write_text(edit.applied_to((there / part).read_text()))
+            return folder
+        here, there = here / str(part), there / str(part)
+    raise AssertionError("the path ends in a file")

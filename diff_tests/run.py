@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from oracle.compare import compare
-from oracle.contracts import contract_for
+from oracle.contracts import KeepsContent, contract_for
 from oracle.findings import Finding
 from oracle.known_issues import KnownIssue, match
 from oracle.laws import judge
-from sim.history import History, Refusal, Scheduled
+from sim.connector import GivenAnswers
+from sim.history import History, Refusal, Scheduled, Updated
 from sim.refusals import refusal
 from sim.releases import Rules
 from sim.scenario import Scenario
@@ -65,7 +66,20 @@ def predict(scenario: Scenario, rules: Rules) -> History | None:
     if scenario.connector is None:
         return Simulator(scenario, rules).history()
     contract = contract_for(scenario, rules)
-    return Simulator(scenario, rules, contract.rule()).history() if contract is not None else None
+    rule = contract.rule() if contract is not None else None
+    return Simulator(scenario, rules, rule).history() if rule is not None else None
+
+
+def follow(scenario: Scenario, observed: History, rules: Rules) -> History | None:
+    """What the model says where only the connector's answers, and when its loads arrived, are taken from the observed
+    history; None where its contract does not say how it loads."""
+    contract = contract_for(scenario, rules)
+    if not isinstance(contract, KeepsContent) or scenario.driver == "direct":
+        return None
+    asked = [question for record in observed if isinstance(record, Scheduled) for question in record.asked or ()]
+    arrived = {record.step: record.arrived for record in observed if isinstance(record, Updated)}
+    answers = GivenAnswers(asked, contract.loads_later, contract.requires_kv_delivery)
+    return Simulator(scenario, rules, answers, arrived=arrived).history()
 
 
 def run_on(target: Target, scenario: Scenario) -> Outcome:
@@ -76,7 +90,7 @@ def run_on(target: Target, scenario: Scenario) -> Outcome:
 
 def judge_run(scenario: Scenario, observed: History, rules: Rules) -> Outcome:
     """Compares an observed history with the prediction and puts it before the laws."""
-    predicted = predict(scenario, rules)
+    predicted = predict(scenario, rules) or follow(scenario, observed, rules)
     if _same_refusal(predicted, observed):
         return Outcome(scenario, "refused", observed, predicted)
     findings: list[Finding] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from typing import Protocol
 
 
@@ -25,3 +27,29 @@ class ConnectorRule(Protocol):
 
     def finished(self, request_id: str) -> None:
         """The request ended, or was aborted."""
+
+
+class GivenAnswers:
+    """A connector that answers as it did in an observed run, request by request, in order; 0 beyond that."""
+
+    restores_windows = False
+
+    def __init__(self, asked: Iterable[tuple[str, int, int | None]], loads_later: bool, requires_kv_delivery: bool) -> None:
+        """asked: (request, local tokens, answer) in order; loads_later: of all tokens that it gives."""
+        self.requires_kv_delivery = requires_kv_delivery
+        self._loads_later = loads_later
+        self._left: dict[str, deque[int | None]] = {}
+        for request_id, _, answer in asked:
+            self._left.setdefault(request_id, deque()).append(answer)
+
+    def matched(self, request_id: str, num_tokens: int, num_local: int) -> tuple[int | None, bool]:
+        """See ConnectorRule."""
+        left = self._left.get(request_id)
+        answer = left.popleft() if left else 0
+        return answer, self._loads_later and bool(answer)
+
+    def allocated(self, request_id: str, num_external: int) -> None:
+        """Its further answers are known."""
+
+    def finished(self, request_id: str) -> None:
+        """Its further answers are known."""

@@ -36,13 +36,37 @@ class CachedKey(NamedTuple):
 
 
 class Selection(Struct, frozen=True, omit_defaults=True):
-    """What a connector's metadata tells the worker about one request: block IDs per group in order; announced tokens."""
+    """What a connector's metadata tells the worker about one request: block IDs per group in order; announced tokens, None
+    if it announces none."""
 
     groups: list[list[int]]
-    tokens: int = 0
+    tokens: int | None = 0
 
 
 Selections = dict[str, Selection]
+
+
+class Move(Struct, frozen=True, omit_defaults=True):
+    """Blocks of one request and group that a connector stores outside the KV cache, or loads into it.
+
+    places: by block, where it is kept outside; equal places are one. job: the connector's number of a transfer that ends
+    in a later step, None where it is over with this one.
+    """
+
+    request: str
+    group: int
+    blocks: list[int]
+    places: list[str]
+    job: int | None = None
+
+
+class Moves(Struct, frozen=True, omit_defaults=True):
+    """All that a connector moves in one step. Loads come before the forward pass, stores after it. hurried: numbers of
+    stores, sent in this step or before, that have to be over before the step writes anything."""
+
+    loads: list[Move] = []
+    stores: list[Move] = []
+    hurried: list[int] = []
 
 
 class Written(Struct, frozen=True, omit_defaults=True):
@@ -113,8 +137,8 @@ class Scheduled(_State, kw_only=True, omit_defaults=True, tag_field="record", ta
     scheduled: tokens per request in vLLM's order. admitted, resumed, preempted: request IDs in order. hits, external:
     local and external tokens granted in this step's admissions. asked: answers of the connector to each question of this
     step, (request, local tokens shown, external tokens answered), in order. acts: what the worker did to KV memory, in
-    order: `zero` the blocks in `zeroed`, `copy` those in `copies`, `fill` what it received, `forward` pass. expected: what
-    the oracle derives.
+    order: `zero` the blocks in `zeroed`, `copy` those in `copies`, `fill` what it received, `forward` pass. moves: what a
+    connector that keeps content outside stores and loads; its loads are `selected`, too. expected: what the oracle derives.
     """
 
     step: int
@@ -129,6 +153,7 @@ class Scheduled(_State, kw_only=True, omit_defaults=True, tag_field="record", ta
     asked: list[tuple[str, int, int | None]] | None = None
     selected: Selections | None = None
     received: Selections | None = None
+    moves: Moves | None = None
     acts: list[Act] | None = None
     written: list[Written] | None = None
     expected: dict[str, list[list[int]]] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from sim.connector import ConnectorRule
 from sim.follow import FollowingScheduler, Observed
@@ -59,8 +59,10 @@ class Simulator:
         rules: Rules | None = None,
         connector: ConnectorRule | None = None,
         observed: Observed | None = None,
+        arrived: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
-        """observed: follow these decisions instead of making them; the connector's answers are among them."""
+        """observed: follow these decisions instead of making them; the connector's answers are among them. arrived:
+        requests whose load is reported with the output of a step, by its number, beside those that the scenario names."""
         self.scenario = scenario
         self.rules = rules or rules_of(NEWEST)
         self.refusal = refusal(scenario, self.rules)
@@ -76,6 +78,7 @@ class Simulator:
         self._max_left_in_flight = 1 if scenario.engine.async_scheduling else 0
         self._sent_version = -1
         self._sent_deferred: list[list[int]] | None = None
+        self._arrived = arrived or {}
         self._records = self._run()
 
     def step(self) -> Record | None:
@@ -165,6 +168,8 @@ class Simulator:
     def _update(self) -> Updated:
         number, plan = self._in_flight.popleft()
         self._phase = "update"
+        for request_id in self._arrived.get(number, ()):
+            self.scheduler.load_arrived(request_id)
         num_ended_loads = len(self.scheduler.ended_loads)
         arrived = list(self.scheduler.reported_loads)
         lost = sorted(self.scheduler.blocks_lost_with(plan))

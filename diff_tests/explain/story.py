@@ -14,7 +14,7 @@ from diff_tests.explain.blocks import BlockLives, Cell, Event, Origin, Place
 from diff_tests.explain.lookups import Lookup, Lookups
 from diff_tests.explain.words import count, names
 from oracle.content import Replay
-from oracle.contracts import Contract
+from oracle.contracts import Contract, restores_windows
 from sim.history import Acted, Failure, History, Record, Refusal, Scheduled, Start, State, Tables, Updated, resolve
 from sim.releases import Rules
 from sim.scenario import Scenario
@@ -47,7 +47,7 @@ class Story:
         self.scenario = scenario
         self.rules = rules
         self.contract = contract
-        self.replay = Replay(scenario, rules, contract is not None and contract.rule().restores_windows)
+        self.replay = Replay(scenario, rules, restores_windows(contract))
         self.groups = self.replay.groups
         self.num_blocks = scenario.engine.blocks
         self.source = "trace"

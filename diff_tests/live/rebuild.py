@@ -39,7 +39,7 @@ from diff_tests.live.trace import (
     UpdateRecord,
 )
 from diff_tests.live.workers import Worker
-from oracle.contracts import Contract, contract_for
+from oracle.contracts import Contract, KeepsContent, contract_for, restores_windows
 from sim.geometry import block_sizes, effective_block_size
 from sim.history import Act, Acted, GroupInfo, History, Scheduled, Selection, Selections, Start, Tables, Updated
 from sim.scenario import Abort, Add, AnyStep, LoadDone, ResetPrefixCache, Scenario, Schedule, Update
@@ -83,7 +83,7 @@ class Rebuilt:
     def restores_windows(self) -> bool:
         """Whether loads bring the last window of groups that are not cached; see ConnectorRule."""
         contracts = [child.contract for child in self.children] or [self.contract]
-        return all(contract is not None and contract.rule().restores_windows for contract in contracts)
+        return all(restores_windows(contract) for contract in contracts)
 
     def by_name(self, selected: dict[str, Any]) -> dict[str, Any]:
         """Metadata with requests by name, whichever side it is from."""
@@ -143,10 +143,10 @@ class _Rebuilder:
         geometry = geometry_of(self._trace.start, self._num_blocks, rows)
         # The contract depends on groups and connector alone. Of several connectors none answers for the engine.
         bare = Scenario(engine=geometry.engine, connector=geometry.connector, groups=geometry.groups, steps=())
-        contract = contract_for(bare, geometry.rules) if self._is_alone else None
+        contract = _contract(bare, geometry) if self._is_alone else None
         if not self._is_alone:
             self._children = {
-                c: Child(c, about.name, contract_for(replace(bare, connector=connector_of(about)), geometry.rules))
+                c: Child(c, about.name, _contract(replace(bare, connector=connector_of(about)), geometry))
                 for c, about in self._connectors.items()
             }
         self._begin(bare, geometry)
@@ -527,6 +527,12 @@ class _Rebuilder:
                 skip_cache=life.add.skip_cache,
             )
         return tuple(adds[step] if isinstance(step, int) else step for step in self._steps)
+
+
+def _contract(scenario: Scenario, geometry: Geometry) -> Contract | None:
+    """The connector's contract, unless it wants to know what is stored, which a trace does not tell."""
+    contract = contract_for(scenario, geometry.rules)
+    return None if isinstance(contract, KeepsContent) else contract
 
 
 def _patched(table: Sequence[int], patches: Sequence[tuple[int, list[int]]], line: Line) -> list[int]:

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from diff_tests import cli
-from diff_tests.connector_edits import EDITS, FREE_ORDER, REPAIR, installed_vllm
+from diff_tests.connector_edits import EDITS, FREE_ORDER, REPAIR, edited_checkout, installed_vllm
 from diff_tests.gate.cases import concerns_all, corpus_cases
 from diff_tests.gate.report import document
 from diff_tests.gate.running import Gate, Plan, Result
@@ -132,7 +132,7 @@ def test_another_release(tmp_path: Path) -> None:
 
 
 def test_a_checkout_that_takes_free_blocks_in_another_order_has_changed_and_passes(tmp_path: Path, source: str) -> None:
-    checkout = _checkout(tmp_path / "checkout")
+    checkout = edited_checkout(tmp_path / "checkout", "v1/core/block_pool.py", FREE_ORDER)
     result = gated(tmp_path / "run", head=str(checkout), base="current", as_release=installed_version(), cases=0)
     assert result.verdict == "pass"
     assert not result.head.known_release
@@ -145,23 +145,6 @@ def test_a_checkout_that_takes_free_blocks_in_another_order_has_changed_and_pass
     assert document(result, is_strict=True)["verdict"] == "fail"
     assert shown["changes"][0]["message"].startswith("step 1: request A, group ")
     assert "base says block" in shown["changes"][0]["message"]
-
-
-def _checkout(folder: Path) -> Path:
-    """The installed vLLM by links, with one file changed."""
-    path = Path("v1/core/block_pool.py")
-    here = folder / "vllm"
-    there = installed_vllm()
-    for part in (*path.parts, None):
-        here.mkdir(parents=True)
-        for entry in there.iterdir():
-            if entry.name != part:
-                (here / entry.name).symlink_to(entry)
-        if part == path.name:
-            (here / part).write_text(FREE_ORDER.applied_to((there / part).read_text()))
-            return folder
-        here, there = here / str(part), there / str(part)
-    raise AssertionError("the path ends in a file")
 
 
 def test_a_checkout_is_judged_by_the_newest_rules_unless_told(tmp_path: Path) -> None:

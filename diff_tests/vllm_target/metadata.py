@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
-from oracle.contracts import Contract, ReadsMetadata
-from sim.history import Selection, Selections
+from oracle.contracts import Contract, KeepsContent, ReadsMetadata, loaded
+from sim.history import Moves, Selection, Selections
+
+
+class Told(NamedTuple):
+    """What the metadata of one step tells the worker."""
+
+    selected: Selections | None
+    moves: Moves | None = None
+
+
+def told(metadata: Any, contract: Contract | None, tokens: Mapping[str, Sequence[int]], num_groups: int) -> Told:
+    """Blocks to load, and of a connector that keeps content also what it stores. tokens: token IDs of the requests admitted
+    in the step."""
+    if not isinstance(contract, KeepsContent):
+        return Told(selections(metadata, contract))
+    moves = contract.moves(metadata, tokens)
+    return Told(loaded(moves, num_groups), moves)
 
 
 def selections(metadata: Any, contract: Contract | None) -> Selections | None:

@@ -52,16 +52,16 @@ def main() -> None:
     """See the module."""
     configs.warm_up()
     drivers: Any = scheduler_driver
-    selections = drivers.selections
+    told = drivers.told
 
     def noting(metadata: Any, *rest: Any) -> Any:
         _metadata.append(_plain.of(metadata))
-        return selections(metadata, *rest)
+        return told(metadata, *rest)
 
-    drivers.selections = noting
+    drivers.told = noting
     for line in sys.stdin:
         raw, with_worker = json.loads(line)
-        drivers.Worker = PlainWorker if with_worker else SchedulerSideOnly
+        drivers.worker_of = PlainWorker if with_worker else SchedulerSideOnly
         records: list[Any] = []
         _metadata.clear()
         scheduler_driver.run(parse(raw), NEWEST, None, None, records.append)

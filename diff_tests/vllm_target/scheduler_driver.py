@@ -20,12 +20,13 @@ from vllm.v1.structured_output import StructuredOutputManager
 from diff_tests.vllm_target import configs
 from diff_tests.vllm_target.defects import Defect
 from diff_tests.vllm_target.encoder import encoder_input, give_encoder
+from diff_tests.vllm_target.keepers import JobWorker, file_store, worker_of
 from diff_tests.vllm_target.loads import Loads
-from diff_tests.vllm_target.metadata import selections
+from diff_tests.vllm_target.metadata import told
 from diff_tests.vllm_target.recording import Emit, Recorder, Stop, Watch
 from diff_tests.vllm_target.specs import Unsupported, layer_names
 from diff_tests.vllm_target.state import SEES, KeyNames, StateReader
-from diff_tests.vllm_target.worker import Worker, worker_acts
+from diff_tests.vllm_target.worker import worker_acts
 from oracle.contracts import Contract
 from sim.history import Acted, GroupInfo, Refusal, Scheduled, Start, Updated
 from sim.scenario import (
@@ -48,15 +49,16 @@ from sim.scenario import (
 
 def run(scenario: Scenario, release: str, contract: Contract | None, defect: Defect | None, emit: Emit) -> None:
     """Executes the scenario and emits its records one by one. Exceptions of vLLM become records."""
-    try:
-        engine = Engine(scenario, contract, defect)
-    except Exception as error:
-        emit(Refusal(type=type(error).__name__, message=str(error)))
-        return
-    driver = SchedulerDriver(scenario, engine, defect, emit)
-    emit(driver.start_record(release))
-    with suppress(Stop):
-        driver.run()
+    with file_store(scenario, emit) as (settled, emit_settled):
+        try:
+            engine = Engine(settled, contract, defect)
+        except Exception as error:
+            emit(Refusal(type=type(error).__name__, message=str(error)))
+            return
+        driver = SchedulerDriver(settled, engine, defect, emit_settled)
+        emit(driver.start_record(release))
+        with suppress(Stop):
+            driver.run()
 
 
 def step_times(scenario: Scenario, num_warmup_steps: int, num_steps: int) -> list[float]:
@@ -76,7 +78,7 @@ class Engine:
         vllm_config = setup.vllm_config
         # The worker comes first, as in a real engine: it has its memory before there is a scheduler.
         self.contract = contract
-        self.worker = Worker(scenario, setup, contract) if scenario.connector is not None else None
+        self.worker = worker_of(scenario, setup, contract) if scenario.connector is not None else None
         self.scheduler: Any = vllm_config.scheduler_config.get_scheduler_cls()(
             vllm_config=vllm_config,
             kv_cache_config=setup.scheduler_config,
@@ -166,6 +168,8 @@ class SchedulerDriver:
                 self._reset_prefix_cache(step.running)
             elif isinstance(step, Pause):
                 self._scheduler.set_pause_state(_PAUSE_STATES[step.what])
+            elif isinstance(step, (LoadDone, LoadFailed)) and isinstance(self._worker, JobWorker):
+                self._out.fail("action", Unsupported("this connector's loads arrive by themselves"))
             elif isinstance(step, LoadDone):
                 self._loads.arrive(step.id)
             elif isinstance(step, LoadFailed):
@@ -279,6 +283,7 @@ class SchedulerDriver:
             metadata = output.kv_connector_metadata
             if self._defect is not None:
                 metadata = self._defect.on_the_way(metadata)
+            self._worker.tokens = self._tokens_of_admitted(record)
             self._out.let_worker_act(self._worker, metadata, record)
             record.acts = worker_acts(record, output.has_sync_kv_loads)
         self._out.emit(record)
@@ -291,7 +296,7 @@ class SchedulerDriver:
         admissions = admissions_of(output)
         fresh = [request_id for request_id in admissions if self._requests[request_id] not in self._was_admitted]
         self._was_admitted.update(self._requests[request_id] for request_id in fresh)
-        return Scheduled(
+        record = Scheduled(
             step=self._out.step,
             scheduled=dict(output.num_scheduled_tokens),
             admitted=fresh,
@@ -302,8 +307,15 @@ class SchedulerDriver:
             zeroed=list(output.new_block_ids_to_zero or ()),
             copies=[(copy.src_block_id, copy.dst_block_id) for copy in output.kv_cache_block_copies or ()],
             asked=watch.asked if watch is not None else None,
-            selected=selections(output.kv_connector_metadata, self._engine.contract) if watch is not None else None,
         )
+        if watch is not None:
+            tokens, num_groups = self._tokens_of_admitted(record), len(self._scenario.groups)
+            record.selected, record.moves = told(output.kv_connector_metadata, self._engine.contract, tokens, num_groups)
+        return record
+
+    def _tokens_of_admitted(self, record: Scheduled) -> dict[str, Any]:
+        """Token IDs of who is admitted in this step, in order."""
+        return {request_id: self._requests[request_id].all_token_ids for request_id in record.external}
 
     def _local_hits(self, admissions: dict[str, int], external: dict[str, int]) -> dict[str, int]:
         """What an admission starts from is local and external tokens together, less those of them that are computed again.
@@ -359,6 +371,8 @@ class SchedulerDriver:
         record = Updated(step=number)
         answer = self._model_output(samples)
         answer.kv_connector_output = self._loads.report(record)
+        if isinstance(self._worker, JobWorker):
+            answer.kv_connector_output = self._worker.report(record)
         others = self._others(requests) if record.lost else []
         with self._out.failing("update"):
             self._scheduler.update_from_output(output, answer)

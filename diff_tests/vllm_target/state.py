@@ -93,7 +93,9 @@ class StateReader:
         """KV events since the last call as (kind, group, request index, tokens), sorted; None where they are off."""
         if self._events is None:
             return None
-        named = sorted(entry for event in self._events for entry in self._named_event(event))
+        # A connector has events of its own, about another memory.
+        told = [event for event in self._events if getattr(event, "medium", None) in (None, "GPU")]
+        named = sorted(entry for event in told for entry in self._named_event(event))
         self._events.clear()
         return named
 

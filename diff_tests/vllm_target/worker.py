@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -9,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 
 from diff_tests.vllm_target.configs import EngineSetup
 from diff_tests.vllm_target.memory import KVMemory
-from diff_tests.vllm_target.metadata import selections
+from diff_tests.vllm_target.metadata import told
 from oracle.contracts import Contract
 from sim.history import Act, Scheduled, Selections, Written
 from sim.scenario import Scenario
@@ -24,6 +25,8 @@ class Worker:
             setup.vllm_config, KVConnectorRole.WORKER, setup.worker_config
         )
         self._contract = contract
+        self._num_groups = len(scenario.groups)
+        self.tokens: Mapping[str, Sequence[int]] = {}  # of the requests that the step at hand admits
         self.memory = KVMemory(scenario, setup, contract)
         self._was_busy = False
         # What registering the memory wrote, judged like any other fill.
@@ -43,7 +46,7 @@ class Worker:
     def receive(self, metadata: Any) -> Selections | None:
         """Binds the step's metadata, and says what the worker will see."""
         self.connector.bind_connector_metadata(metadata)
-        return selections(self.connector._get_connector_metadata(), self._contract)
+        return told(self.connector._get_connector_metadata(), self._contract, self.tokens, self._num_groups).selected
 
     def act(self, received: Selections | None) -> list[Written] | None:
         """Loads, and judges every byte of KV memory afterwards.
@@ -71,7 +74,9 @@ def worker_acts(record: Scheduled, loads_first: bool) -> list[Act]:
         acts.append("zero")
     if record.copies:
         acts.append("copy")
-    fills = any(any(selection.groups) for selection in (record.received or {}).values())
+    received = record.received or {}
+    later = {request for request in received if record.external.get(request) and request not in record.scheduled}
+    fills = any(any(selection.groups) for request, selection in received.items() if request not in later)
     after: list[Act] = ["forward"] if record.scheduled else []
     if fills:
         after.insert(0 if loads_first else len(after), "fill")

@@ -9,13 +9,29 @@ from importlib.resources import files
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from oracle.contracts.decode_bench import DecodeBench
+from oracle.contracts.example import Example
+from oracle.contracts.keeping import KeepsContent, loaded
 from oracle.contracts.multi import Multi, child_scenarios
+from oracle.contracts.offloading import Offloading
 from oracle.contracts.scripted import Scripted
 from oracle.values import FillValue
 from sim.connector import ConnectorRule
 from sim.history import Selections
 from sim.releases import Rules
 from sim.scenario import Scenario
+
+__all__ = [
+    "Contract",
+    "KeepsContent",
+    "ReadsMetadata",
+    "add",
+    "added",
+    "contract_for",
+    "covered",
+    "exemptions",
+    "loaded",
+    "restores_windows",
+]
 
 
 class Contract(Protocol):
@@ -35,8 +51,9 @@ class Contract(Protocol):
     def values(self) -> Sequence[FillValue]:
         """By group index."""
 
-    def rule(self) -> ConnectorRule:
-        """The connector's answers, for one run of the model."""
+    def rule(self) -> ConnectorRule | None:
+        """The connector's answers, for one run of the model; None where they depend on what it keeps outside: then the
+        model follows those that were given."""
 
     def loads(self, tables: Sequence[Sequence[int]], num_local: int, num_external: int) -> list[list[int]]:
         """Block IDs per group, in order, that the worker has to write for a request with these block tables, when
@@ -65,7 +82,12 @@ class FillsStates(Protocol):
         """By group index, for each tensor of a layer; empty where the layers are pages."""
 
 
-_CONTRACTS: dict[str, Callable[[Scenario, Rules], Contract]] = {DecodeBench.name: DecodeBench, Scripted.name: Scripted}
+_CONTRACTS: dict[str, Callable[[Scenario, Rules], Contract]] = {
+    DecodeBench.name: DecodeBench,
+    Example.name: Example,
+    Offloading.name: Offloading,
+    Scripted.name: Scripted,
+}
 _added: list[str] = []
 
 
@@ -79,6 +101,12 @@ def contract_for(scenario: Scenario, rules: Rules) -> Contract | None:
         return Multi.of(known) if known and len(known) == len(children) else None
     contract = _CONTRACTS.get(scenario.connector.name)
     return contract(scenario, rules) if contract else None
+
+
+def restores_windows(contract: Contract | None) -> bool:
+    """See ConnectorRule; False without a contract, or where it has no rule."""
+    rule = contract.rule() if contract is not None else None
+    return rule is not None and rule.restores_windows
 
 
 def covered() -> list[str]:

@@ -75,13 +75,14 @@ class Multi:
 
     @classmethod
     def of(cls, children: Sequence[Contract]) -> Multi | None:
-        """None where the children write different values, or at start-up."""
+        """None where the children write different values, or at start-up, or keep content of their own."""
         alike = all(list(child.values) == list(children[0].values) for child in children)
+        alike = alike and all(child.rule() is not None for child in children)
         return cls(children) if alike and not any(any(child.startup_fill()) for child in children) else None
 
     def rule(self) -> MultiRule:
         """See Contract."""
-        return MultiRule([child.rule() for child in self._children])
+        return MultiRule([rule for child in self._children if (rule := child.rule()) is not None])
 
     def loads(self, tables: Sequence[Sequence[int]], num_local: int, num_external: int) -> list[list[int]]:
         """Children that write alike load alike."""

@@ -10,7 +10,7 @@ from functools import cache
 
 from oracle.contracts import Contract
 from oracle.findings import Finding
-from oracle.laws import answers, connector, content, events, order, pool, progress
+from oracle.laws import answers, connector, content, events, kept, order, pool, progress
 from oracle.laws.progress import same_history
 from oracle.laws.trial import LAWS, Check, End, Law, Trial
 from sim.history import History
@@ -25,6 +25,7 @@ __all__ = [
     "content",
     "events",
     "judge",
+    "kept",
     "order",
     "pool",
     "progress",

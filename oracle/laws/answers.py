@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from oracle.contracts import Contract
 from oracle.laws.trial import Trial, law
+from sim.connector import ConnectorRule
 from sim.history import Acted, Scheduled, Updated
 
 
@@ -15,9 +15,9 @@ class Dialogue:
     `_forgetful` answers as the contract says; `_unforgetting` as a connector would that never hears of a request's end.
     """
 
-    def __init__(self, contract: Contract) -> None:
-        self._forgetful = contract.rule()
-        self._unforgetting = contract.rule()
+    def __init__(self, forgetful: ConnectorRule, unforgetting: ConnectorRule) -> None:
+        self._forgetful = forgetful
+        self._unforgetting = unforgetting
         self._num_outputs: Counter[str] = Counter()
 
     def num_outputs(self, request: str) -> int:
@@ -56,7 +56,10 @@ def check_answers(trial: Trial, record: Scheduled | Updated | Acted) -> None:
     if trial.contract is None:
         return
     if trial.dialogue is None:
-        trial.dialogue = Dialogue(trial.contract)
+        rules = trial.contract.rule(), trial.contract.rule()
+        if rules[0] is None or rules[1] is None:
+            return  # they depend on what it keeps
+        trial.dialogue = Dialogue(rules[0], rules[1])
     dialogue = trial.dialogue
     if isinstance(record, Scheduled):
         for request, num_local, answered in record.asked or ():

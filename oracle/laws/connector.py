@@ -60,7 +60,7 @@ def _check_selected(
             message = f"nothing selected for external {token_range(num_local, num_local + num_external)}"
             trial.report("selection", 4, "missing_request", message, request=request, expected=expected)
         return
-    if selection.tokens != num_external:
+    if selection.tokens is not None and selection.tokens != num_external:
         message = f"{selection.tokens} external tokens announced, {num_external} granted"
         trial.report(
             "selection", 4, "wrong_tokens", message, request=request, expected=num_external, observed=selection.tokens

@@ -99,7 +99,7 @@ def _check_hit(trial: Trial, entry: Entry, content: Content | None) -> None:
     stay = entry.stay
     group = replay.groups[entry.group]
     end = stay.num_local if group.holds_states else min((entry.position + 1) * group.block_size, stay.num_local)
-    if not _holds(trial, content, entry.group, entry.position, stay.request_index, end):
+    if not holds(trial, content, entry.group, entry.position, stay.request_index, end):
         start = entry.position * replay.groups[entry.group].block_size
         found = replay.describe(entry.block, content) if content is not None else "holds nothing that was written"
         message = f"position {entry.position}: block {entry.block} hit for {token_range(start, end)}, but it {found}"
@@ -123,7 +123,7 @@ def _hit_cause(trial: Trial, entry: Entry, content: Content | None, num_tokens: 
 def _check_key(trial: Trial, group_index: int, request_index: int, num_tokens: int, block: int) -> None:
     replay = trial.replay
     position = (num_tokens - 1) // replay.groups[group_index].block_size  # floors: the block of the last token
-    if not _holds(trial, replay.contents[block], group_index, position, request_index, num_tokens):
+    if not holds(trial, replay.contents[block], group_index, position, request_index, num_tokens):
         name = replay.prefixes.name(request_index) if request_index >= 0 else "no request"
         message = (
             f"the key of the first {num_tokens} tokens of request {name} is linked to block {block}, which "
@@ -183,7 +183,7 @@ def _cause_of_state_before(group: GroupView, content: Content, num_tokens: int) 
     return "skipped_state_key" if group.has_checkpoints and begins_inside else None
 
 
-def _holds(trial: Trial, content: Content | None, group: int, position: int, request_index: int, num_tokens: int) -> bool:
+def holds(trial: Trial, content: Content | None, group: int, position: int, request_index: int, num_tokens: int) -> bool:
     """Whether a content is the entry at `position` of a request's table, up to its first `num_tokens` tokens; or the
     state after exactly so many, wherever it stands."""
     if content is None or content.group != group:

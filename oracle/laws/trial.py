@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from oracle.content import Replay, Stay
-from oracle.contracts import Contract
+from oracle.content import Content, Replay, Stay
+from oracle.contracts import Contract, KeepsContent, restores_windows
 from oracle.findings import Finding, Kind, place
 from sim.history import Acted, Record, Scheduled, Selections, Start, Updated
 from sim.releases import Rules
@@ -28,6 +28,27 @@ class End(NamedTuple):
     last: Record
 
 
+class Pending(NamedTuple):
+    """A store that is not over yet: block, place, and what the block held when the store was sent."""
+
+    job: int
+    request: str
+    group: int
+    block: int
+    place: str
+    content: Content
+
+
+class Kept:
+    """What is outside, by place, the stores that are under way, and what every block held before the record at hand."""
+
+    def __init__(self, num_blocks: int, stores_parts: bool) -> None:
+        self.stores_parts = stores_parts
+        self.before: list[Content | None] = [None] * num_blocks
+        self.contents: dict[str, Content | None] = {}
+        self.pending: list[Pending] = []
+
+
 class Trial:
     """One history before the laws. replay: what the records show so far.
 
@@ -35,14 +56,15 @@ class Trial:
     by request. dialogue: the contract's answers so far. drawn: by group, and state tensor if it is
     one, (elements, mean, deviation) of each random fill.
     states: how often a state came back since a token was gained. wrong_keys: (group, block) of keys that should not be
-    linked to it -> why, and who wrote the block; who hits what that one wrote shows the same fault.
+    linked to it -> why, and who wrote the block; who hits what that one wrote shows the same fault. kept: what
+    the connector keeps outside, if any.
     """
 
     def __init__(self, scenario: Scenario, rules: Rules, contract: Contract | None) -> None:
         self.scenario = scenario
         self.rules = rules
         self.contract = contract
-        self.replay = Replay(scenario, rules, contract is not None and contract.rule().restores_windows)
+        self.replay = Replay(scenario, rules, restores_windows(contract))
         self.findings: list[Finding] = []
         self.rows_per_block = [group.block // (group.kernel_block or group.block) for group in scenario.groups]
         self.layers: list[list[str]] = [[] for _ in scenario.groups]
@@ -51,6 +73,9 @@ class Trial:
         self.drawn: dict[tuple[int, int | None], list[tuple[int, float, float]]] = {}
         self.states: dict[object, int] = {}
         self.wrong_keys: dict[tuple[int, int], tuple[str, Stay | None]] = {}
+        self.kept: Kept | None = None
+        if isinstance(contract, KeepsContent):
+            self.kept = Kept(scenario.engine.blocks, contract.stores_parts)
         self._reported: set[object] = set()
 
     def report(

@@ -48,6 +48,7 @@ def test_once_in_the_life_of_a_request() -> None:
     contract = contract_for(scenario(BIG, FULL, "[{add: {id: A, prompt: [[a, 9]]}}]"), RULES)
     assert contract is not None
     rule = contract.rule()
+    assert rule is not None
     assert rule.requires_kv_delivery
     assert rule.matched("A", 100, 16) == (83, False)
     assert rule.matched("A", 100, 99) == (0, False)

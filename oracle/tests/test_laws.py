@@ -612,7 +612,7 @@ def test_law_4_announced_tokens_and_groups() -> None:
     record = scheduled(history, 3)
     assert record.selected is not None
     right = record.selected["B"]
-    record.selected = record.received = {"B": Selection(right.groups, right.tokens + 1)}
+    record.selected = record.received = {"B": Selection(right.groups, 5)}
     assert causes(CONNECTED, history, 4) == causes(CONNECTED, history) == ["wrong_tokens"]
     record.selected = record.received = {"B": Selection(right.groups[:2], right.tokens)}
     assert causes(CONNECTED, history, 4) == ["wrong_group_count"]
@@ -660,7 +660,7 @@ def test_law_5_order_and_announced_tokens() -> None:
     record = scheduled(history, 3)
     assert record.selected is not None
     right = record.selected["B"]
-    record.received = {"B": Selection(right.groups, right.tokens + 1)}
+    record.received = {"B": Selection(right.groups, 5)}
     assert causes(CONNECTED, history, 5) == causes(CONNECTED, history) == ["wrong_tokens"]
     both = {"B": right, "C": Selection([[], [], []], 0)}
     record.selected, record.received = both, dict(reversed(both.items()))
