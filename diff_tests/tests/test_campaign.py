@@ -14,8 +14,11 @@ import pytest
 
 from diff_tests.behaviours import TABLE
 from diff_tests.campaign import CASES_PER_SHARE, Campaign, Plan, Shares, Summary
+from diff_tests.cli import run_cli
+from diff_tests.connector_edits import EDITS
 from diff_tests.failures import load_failure
 from diff_tests.loading import load_scenario
+from diff_tests.mutants import installed_source
 from diff_tests.run import run_on
 from diff_tests.vllm_target.target import Target
 from sim.scenario import Add, check
@@ -39,6 +42,58 @@ def test_an_unmodified_release_passes_and_its_fills_are_judged(target: Target, t
     assert summary.num_cases == 170
     assert summary.coverage.counts["preemptions"]
     assert all(summary.coverage.counts[name] for name, behaviour in TABLE.items() if behaviour.needs_worker)
+
+
+@pytest.mark.parametrize(("edit", "expected"), [(None, 0), ("start_at_block_0", 1), ("last_block_dropped", 1)])
+def test_the_canary(target: Target, tmp_path: Path, edit: str | None, expected: int) -> None:
+    """The command fails on a connector with a planted defect, and passes on the same connector without it."""
+    source = installed_source(target, "DecodeBenchConnector")
+    path = tmp_path / "connector.py"
+    path.write_text(EDITS[edit].applied_to(source) if edit else source)
+    words = [
+        "fuzz",
+        "--connector",
+        str(path),
+        "--cases",
+        "64",
+        "--seed",
+        "1",
+        "--jobs",
+        "2",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    assert run_cli(words) == expected
+    found = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert found["verdict"] == ("fail" if expected else "pass")
+    assert found["cases"] == 64
+
+
+DEADLY = """
+import os, signal, time
+
+class Deadly(DecodeBenchConnector):
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        if request.num_prompt_tokens == 33:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if request.num_prompt_tokens == 22:
+            time.sleep(600)
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+DecodeBenchConnector = Deadly
+"""
+
+
+def test_what_kills_its_child_or_hangs_is_a_finding_and_the_campaign_goes_on(target: Target, tmp_path: Path) -> None:
+    path = tmp_path / "deadly.py"
+    path.write_text(installed_source(target, "DecodeBenchConnector") + DEADLY)
+    plan = Plan(seed=1, folder=tmp_path / "run", connector=str(path), cases=64, jobs=2, max_reduce_seconds=1.0)
+    with Target(connector=str(path), timeout_s=2.5) as deadly:
+        summary = Campaign(plan, deadly, deadly.info).run()
+    assert summary.num_cases == 64
+    assert {"crash", "hang"} <= {fault.kind for fault in summary.faults}
+    assert all(report.failure_path.exists() for report in summary.faults.values())
+    assert any("killed by signal 9" in report.first.message for report in summary.faults.values())
 
 
 def test_failures_are_saved_grouped_and_reduced(target: Target, tmp_path: Path) -> None:

@@ -21,7 +21,10 @@ _NUM_REPEATS = 3
     judges_direct=True,
 )
 def check_failure(trial: Trial, record: Failure) -> None:
-    """Law 7."""
+    """Law 7; and law 8, where a step did not end and the process had to be killed."""
+    if record.type == "Hang" and record.phase == "child":
+        trial.report("hang", 8, "no_answer", f"the step that follows did not come to an end: {record.message}")
+        return
     where = f" in {record.trail[-1]} (`{record.line}`)" if record.trail else ""
     message = f"{record.type} in phase {record.phase}{where}: {record.message or 'no message'}"
     group = _group_in(record.message, len(trial.scenario.groups))
@@ -35,6 +38,8 @@ def _failure_cause(record: Failure) -> str:
     """One slug for one place in vLLM, so that two exceptions of a phase do not count as one fault."""
     if "free blocks" in record.message:
         return "out_of_blocks"
+    if record.type == "ChildDied":
+        return "child_died"
     if not record.trail:
         return f"{record.phase}_exception"
     return f"{record.type}_in_{record.trail[-1].rpartition('.')[2].lstrip('_')}"

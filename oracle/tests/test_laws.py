@@ -835,12 +835,20 @@ def test_law_6_the_fill_at_startup() -> None:
         (Failure(step=2, type="ValueError", phase="schedule", message="Cannot get 3 free blocks"), "out_of_blocks"),
         (Failure(step=2, type="KeyError", phase="schedule", message="x"), "schedule_exception"),
         (Failure(step=2, type="RuntimeError", phase="worker", message="x"), "worker_exception"),
+        (Failure(step=2, type="ChildDied", phase="child", message="killed by signal 9"), "child_died"),
     ],
 )
 def test_law_7(failure: Failure, cause: str) -> None:
     history = [*history_of(SHARED)[:3], failure]
     (finding,) = verdicts(SHARED, history)
     assert (finding.kind, finding.law, finding.cause) == ("crash", 7, cause)
+
+
+def test_a_step_that_does_not_end_is_a_hang() -> None:
+    history = [*history_of(SHARED)[:3], Failure(step=2, type="Hang", phase="child", message="no end after 60 seconds")]
+    (finding,) = verdicts(SHARED, history)
+    assert (finding.kind, finding.law, finding.cause) == ("hang", 8, "no_answer")
+    assert "no end after 60 seconds" in finding.message
 
 
 def test_law_7_says_where_it_was_raised() -> None:
