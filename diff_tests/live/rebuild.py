@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from diff_tests.live.children import Child
-from diff_tests.live.geometry import Geometry, connector_of, geometry_of
+from diff_tests.live.geometry import Geometry, GeometryError, connector_of, geometry_of
 from diff_tests.live.prompts import prompts
 from diff_tests.live.trace import (
     AddRecord,
@@ -37,6 +37,7 @@ from diff_tests.live.trace import (
     Trace,
     TraceError,
     UpdateRecord,
+    printable,
 )
 from diff_tests.live.workers import Worker
 from oracle.contracts import Contract, KeepsContent, contract_for, restores_windows
@@ -115,6 +116,7 @@ class _Rebuilder:
         self._lives: dict[int, _Life] = {}
         self._order: list[int] = []
         self._names_by_id: dict[str, str] = {}
+        self._taken: set[str] = set()
         self._tables: dict[int, list[list[int]]] = {}
         self._num_blocks = trace.start.num_blocks
         self._hash_block_size: int | None = None
@@ -139,8 +141,7 @@ class _Rebuilder:
 
     def run(self) -> Rebuilt:
         self._look_ahead()
-        rows = {layer: rows for worker in self._workers for layer, rows in worker.rows_per_block.items()}
-        geometry = geometry_of(self._trace.start, self._num_blocks, rows)
+        geometry = self._geometry()
         # The contract depends on groups and connector alone. Of several connectors none answers for the engine.
         bare = Scenario(engine=geometry.engine, connector=geometry.connector, groups=geometry.groups, steps=())
         contract = _contract(bare, geometry) if self._is_alone else None
@@ -178,6 +179,13 @@ class _Rebuilder:
             children=list(self._children.values()),
             requires_kv_delivery=self._trace.start.connector.requires_kv_delivery,
         )
+
+    def _geometry(self) -> Geometry:
+        rows = {layer: rows for worker in self._workers for layer, rows in worker.rows_per_block.items()}
+        try:
+            return geometry_of(self._trace.start, self._num_blocks, rows)
+        except GeometryError as error:
+            raise TraceError(self._trace.scheduler.lines[0].path, 1, str(error)) from None
 
     # -- the beginning -------------------------------------------------------------------------------------------------
 
@@ -281,9 +289,10 @@ class _Rebuilder:
             self._gap(f"request {record.id} has {' and '.join(record.parts)}, which are not modelled", line)
 
     def _enter(self, record: AddRecord | LiveRequest, known: int) -> _Life:
-        name = f"r{record.n}" if record.id.startswith("~") else record.id
-        if record.id in self._names_by_id and name == record.id:
+        name = f"r{record.n}" if record.id.startswith("~") else printable(record.id)
+        if name in self._taken:
             name = f"{name}#{record.n}"  # an ID may come again
+        self._taken.add(name)
         self._names_by_id[record.id] = name
         life = self._lives[record.n] = _Life(name, record, known, list(record.prefix))
         self._order.append(record.n)
@@ -503,7 +512,7 @@ class _Rebuilder:
         """A request by number, as the scheduler has it, or by the ID, as a worker has it."""
         if key.isdecimal() and int(key) in self._lives:
             return self._lives[int(key)].name
-        return self._names_by_id.get(key, key)
+        return self._names_by_id.get(key) or printable(key)
 
     # -- the scenario --------------------------------------------------------------------------------------------------
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 FORMAT = 1
 
@@ -22,38 +22,106 @@ class TraceError(ValueError):
     """A trace that cannot be used. The message names the file, the line if there is one, and the reason."""
 
     def __init__(self, path: Path | str, line: int | None, reason: str) -> None:
-        super().__init__(f"{path}, line {line}: {reason}" if line is not None else f"{path}: {reason}")
+        place = f"{path}, line {line}" if line is not None else str(path)
+        super().__init__(printable(f"{place}: {reason}"))
 
 
-Pairs = list[tuple[int, int]]
+# A trace may be a stranger's: what costs time or memory has bounds, far above what a server has.
+_MOST = 1 << 24
+_LONGEST_LINE = 1 << 28
+Number = Annotated[int, Meta(ge=0, le=_MOST)]
+"""Of tokens, blocks, or whatever else is counted out."""
+Count = Annotated[int, Meta(ge=1, le=_MOST)]
+Index = Annotated[int, Meta(ge=0, lt=1 << 53)]
+BlockId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Pairs = list[tuple[Index, Number]]
+Word = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$", max_length=1000)]
+"""A name without control characters."""
 Digest = str
+
+
+def printable(text: str) -> str:
+    """With control characters escaped, so that a terminal takes it for text."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class Selected(Struct, frozen=True):
     """Blocks to load for one request, per group, and the tokens they are for."""
 
-    groups: list[list[int]]
-    tokens: int
+    groups: list[list[BlockId]]
+    tokens: Number
 
 
 class _Record(Struct, frozen=True, tag_field="t"):
     """A line of a trace. Unknown fields are left aside: a newer probe may tell more."""
 
 
-class Group(Struct, frozen=True):
-    """A KV cache group: layer names, whether a speculator's, and the spec as plain fields."""
+class Spec(Struct, frozen=True, rename={"kind": "class"}):
+    """What block IDs depend on of a KV cache spec, by vLLM's names; None and absent where a kind or release has no such
+    field. kind, bases: its class and those below; specs: of a wrapper of several."""
 
-    layers: list[str]
-    spec: dict[str, Any]
+    kind: Word
+    bases: list[Word] = []
+    specs: list[Spec] = []
+    block_size: Count | None = None
+    sliding_window: Count | None = None
+    rswa_window: Count | None = None
+    attention_chunk_size: Count | None = None
+    bounded_replay: bool | None = None
+    extra_retained_tokens: Number | None = None
+    mamba_cache_mode: Word | None = None
+    num_speculative_blocks: Number | None = None
+    num_prefill_checkpoint_blocks: Number | None = None
+    prefill_checkpoint_alignment: Count | None = None
+    dcp_sharded: bool | None = None
+    is_draft: bool | None = None
+    dtype: Word | None = None
+    dtypes: list[Word] | None = None
+    kv_quant_mode: str | None = None
+    cache_dtype_str: str | None = None
+
+
+class Group(Struct, frozen=True):
+    """A KV cache group: layer names, whether a speculator's, and the spec."""
+
+    layers: list[Word]
+    spec: Spec
     eagle: bool = False
+
+
+class Settings(Struct, frozen=True):
+    """Settings of an engine that decide block IDs, by vLLM's names; None and absent where a release has no such setting."""
+
+    enable_prefix_caching: bool | None = None
+    max_model_len: Count | None = None
+    max_num_seqs: Count | None = None
+    max_num_batched_tokens: Count | None = None
+    max_num_scheduled_tokens: Count | None = None
+    enable_chunked_prefill: bool | None = None
+    long_prefill_token_threshold: Number | None = None
+    long_prefill_token_threshold_adaptive: bool | None = None
+    prefill_schedule_interval: Count | None = None
+    policy: Word | None = None
+    async_scheduling: bool | None = None
+    watermark: Annotated[float, Meta(ge=0.0, lt=1.0)] | None = None
+    scheduler_reserve_full_isl: bool | None = None
+    prefix_match_unit: Count | None = None
+    cache_dtype: Word | None = None
+    pipeline_parallel_size: Count | None = None
+    decode_context_parallel_size: Count | None = None
+    prefill_context_parallel_size: Count | None = None
+    method: Word | None = None
+    num_speculative_tokens: Number | None = None
+    num_speculative_tokens_per_batch_size: str | None = None
+    disable_eagle_block_drop: bool | None = None
 
 
 class Connector(Struct, frozen=True):
     """The probed connector: class name, role, its own settings, whether it must deliver, and whether it may hold blocks of
     the pool that no request holds."""
 
-    name: str
-    role: str = ""
+    name: Word
+    role: Word = ""
     extra: dict[str, Any] = {}
     requires_kv_delivery: bool = False
     holds_blocks: bool = False
@@ -64,18 +132,18 @@ class StartRecord(_Record, frozen=True, tag="start"):
 
     format: int
     role: Literal["scheduler", "worker"]
-    rank: int
+    rank: Index
     run: Digest
     pid: int
-    part: int
-    vllm: str
-    engine: dict[str, Any]
+    part: Index
+    vllm: Word
+    engine: Settings
     groups: list[Group]
-    num_blocks: int
+    num_blocks: Count
     connector: Connector
     options: dict[str, Any] = {}
-    platform: str = ""
-    retention_interval: int | None = None
+    platform: Word = ""
+    retention_interval: Number | None = None
     needs_zeroing: bool | None = None
     at: float = 0.0
 
@@ -83,17 +151,17 @@ class StartRecord(_Record, frozen=True, tag="start"):
 class ConnectorRecord(_Record, frozen=True, tag="connector"):
     """Another probed child of the same MultiConnector."""
 
-    c: int
-    name: str
-    role: str = ""
+    c: Index
+    name: Word
+    role: Word = ""
     extra: dict[str, Any] = {}
     requires_kv_delivery: bool = False
     holds_blocks: bool = False
 
 
 class BoundRecord(_Record, frozen=True, tag="bound"):
-    hash_block_size: int | None = None
-    num_blocks: int | None = None
+    hash_block_size: Count | None = None
+    num_blocks: Count | None = None
     sees_tables: bool = False
 
 
@@ -101,111 +169,111 @@ class AddRecord(_Record, frozen=True, tag="add"):
     """A request arrived. prompt: tokens; prefix: a digest for each of its whole hash blocks; parts: what the prompt has
     besides text."""
 
-    n: int
+    n: Index
     id: str
-    prompt: int
-    max_tokens: int
+    prompt: Number
+    max_tokens: Index
     prefix: list[Digest]
     priority: int = 0
     salt: Digest | None = None
     lora: Digest | None = None
     skip_cache: bool = False
-    parts: list[str] = msgspec.field(default_factory=lambda: ["text"])
+    parts: list[Word] = msgspec.field(default_factory=lambda: ["text"])
     token_ids: list[int] | None = None
 
 
 class LiveRequest(Struct, frozen=True):
     """A request that was there when a part began."""
 
-    n: int
+    n: Index
     id: str
-    prompt: int
-    max_tokens: int
+    prompt: Number
+    max_tokens: Index
     prefix: list[Digest]
-    tokens: int
-    tables: list[list[int]] | None = None
+    tokens: Number
+    tables: list[list[BlockId]] | None = None
     priority: int = 0
     salt: Digest | None = None
     lora: Digest | None = None
     skip_cache: bool = False
-    parts: list[str] = msgspec.field(default_factory=lambda: ["text"])
+    parts: list[Word] = msgspec.field(default_factory=lambda: ["text"])
 
 
 class StateRecord(_Record, frozen=True, tag="state"):
     """What was there when a later part began."""
 
-    k: int
-    updates: int
+    k: Index
+    updates: Index
     requests: list[LiveRequest]
-    hash_block_size: int | None = None
-    num_blocks: int | None = None
+    hash_block_size: Count | None = None
+    num_blocks: Count | None = None
     sees_tables: bool = False
 
 
 class AskRecord(_Record, frozen=True, tag="ask"):
-    n: int
-    local: int
-    answer: tuple[int | None, bool]
-    c: int = 0
+    n: Index
+    local: Number
+    answer: tuple[Number | None, bool]
+    c: Index = 0
 
 
 class AllocRecord(_Record, frozen=True, tag="alloc"):
-    n: int
-    external: int
-    c: int = 0
+    n: Index
+    external: Number
+    c: Index = 0
 
 
-Patch = tuple[int, list[int]]
+Patch = tuple[Annotated[int, Meta(ge=-1, le=_MOST)], list[BlockId]]
 
 
 class StepRecord(_Record, frozen=True, tag="step"):
     """A call of `schedule`. scheduled, drafts: (request, tokens), `scheduled` None where it is as in the step before;
     start: (request, tokens computed before) of those admitted; tables: (request, patches by group)."""
 
-    k: int
+    k: Index
     scheduled: Pairs | None = None
     selected: dict[str, Any] = {}
     at: float = 0.0
-    new: list[int] = []
-    resumed: list[int] = []
-    preempted: list[int] = []
+    new: list[Index] = []
+    resumed: list[Index] = []
+    preempted: list[Index] = []
     start: Pairs = []
     drafts: Pairs = []
-    zeroed: list[int] = []
-    copies: Pairs = []
-    tables: list[tuple[int, list[list[Patch]]]] = []
+    zeroed: list[BlockId] = []
+    copies: list[tuple[BlockId, BlockId]] = []
+    tables: list[tuple[Index, list[list[Patch]]]] = []
 
 
 class MetaRecord(_Record, frozen=True, tag="meta"):
-    k: int
-    c: int
+    k: Index
+    c: Index
     selected: dict[str, Any]
 
 
 class LoadedRecord(_Record, frozen=True, tag="loaded"):
-    recving: list[int] = []
-    sending: list[int] = []
-    failed: list[int] = []
-    invalid: list[int] = []
+    recving: list[Index] = []
+    sending: list[Index] = []
+    failed: list[Index] = []
+    invalid: list[BlockId] = []
 
 
 class EndRecord(_Record, frozen=True, tag="end"):
-    n: int
-    status: str = ""
-    tokens: int = 0
-    computed: int | None = None
+    n: Index
+    status: Word = ""
+    tokens: Number = 0
+    computed: Number | None = None
     prefix: list[Digest] = []
     delayed: bool = False
-    c: int = 0
+    c: Index = 0
     token_ids: list[int] | None = None
 
 
 class UpdateRecord(_Record, frozen=True, tag="update"):
     """The output of step k was processed. new: (request, tokens), None where it is as in the update before."""
 
-    k: int
+    k: Index
     new: Pairs | None = None
-    prefix: list[tuple[int, list[Digest]]] = []
+    prefix: list[tuple[Index, list[Digest]]] = []
     at: float = 0.0
     token_ids: list[tuple[int, list[int]]] = []
 
@@ -215,54 +283,54 @@ class ResetRecord(_Record, frozen=True, tag="reset"):
 
 
 class RaisedRecord(_Record, frozen=True, tag="raised"):
-    hook: str
-    type: str
+    hook: Word
+    type: Word
 
 
 class StoppedRecord(_Record, frozen=True, tag="stopped"):
     """The probe gave up; the engine went on."""
 
-    hook: str
-    type: str
+    hook: Word
+    type: Word
 
 
 class MemoryRecord(_Record, frozen=True, tag="memory"):
     """layers: name, group, shape, strides, dtype, device, kernel rows in a block (0: cannot be told apart)."""
 
-    num_blocks: int
-    layers: list[tuple[str, int, list[int] | None, list[int] | None, str, str | None, int]]
+    num_blocks: Count
+    layers: list[tuple[Word, int, list[int] | None, list[int] | None, str, str | None, Number]]
 
 
 class ReceivedRecord(_Record, frozen=True, tag="received"):
-    k: int
+    k: Index
     selected: dict[str, Any] = {}
-    c: int = 0
+    c: Index = 0
 
 
 class ForwardRecord(_Record, frozen=True, tag="forward"):
     """The forward pass begins, in a step with blocks to load."""
 
-    k: int
+    k: Index
 
 
 class WrittenLayer(Struct, frozen=True):
     """What a load left in one layer, of the blocks looked at."""
 
-    layer: str
+    layer: Word
     group: int
-    changed: list[int]
-    equal: list[int]
-    values: list[tuple[str, list[int]]]
-    mixed: list[int]
-    outside: list[int]
-    num_others: int = 0
-    block_bytes: int = 0
+    changed: list[BlockId]
+    equal: list[BlockId]
+    values: list[tuple[str, list[BlockId]]]
+    mixed: list[BlockId]
+    outside: list[BlockId]
+    num_others: Number = 0
+    block_bytes: Index = 0
 
 
 class LoadRecord(_Record, frozen=True, tag="load"):
-    k: int
+    k: Index
     written: list[WrittenLayer] | None = None
-    c: int = 0
+    c: Index = 0
 
 
 SchedulerRecord = (
@@ -358,23 +426,24 @@ class Stream:
     def _read_part(self, path: Path, is_done: bool) -> None:
         with path.open("rb") as file:
             file.seek(self._offset)
-            data = file.read()
-        whole, _, rest = data.rpartition(b"\n")
-        self.is_cut = bool(rest)
-        if rest and is_done:
-            raise TraceError(path, self._number + whole.count(b"\n") + 1 + bool(whole), "torn, though the next part exists")
-        if not whole:
-            return
-        self._offset += len(whole) + 1
-        for text in whole.split(b"\n"):
-            self._number += 1
-            self._take(text, path)
+            while text := file.readline(_LONGEST_LINE):
+                self.is_cut = not text.endswith(b"\n")
+                if self.is_cut:
+                    break
+                self._offset += len(text)
+                self._number += 1
+                self._take(text, path)
+        if self.is_cut and (is_done or len(text) == _LONGEST_LINE):
+            reason = "torn, though the next part exists" if is_done else f"longer than {_LONGEST_LINE} bytes"
+            raise TraceError(path, self._number + 1, reason)
 
     def _take(self, text: bytes, path: Path) -> None:
         try:
             record, count = _decoder.decode(text), _count_decoder.decode(text).i
         except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise TraceError(path, self._number, f"not a record of a trace: {error}") from None
+        except RecursionError:
+            raise TraceError(path, self._number, "not a record of a trace: nested too deep") from None
         if isinstance(record, StartRecord) != (self._number == 1):
             reason = "a second start" if self._number > 1 else "a trace begins with a record `start`"
             raise TraceError(path, self._number, reason)
@@ -424,6 +493,8 @@ class TraceFiles:
         for given in self._paths:
             found = sorted(given.glob("*.jsonl")) if given.is_dir() else [given]
             for path in found:
+                if path.exists() and not path.is_file():
+                    raise TraceError(path, None, "not a file")
                 match = _PART.fullmatch(path.name)
                 name, part = (match[1], int(match[2])) if match else (path.name, 0)
                 files.setdefault(str(path.with_name(name)), []).append((part, path))

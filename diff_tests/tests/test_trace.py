@@ -6,9 +6,14 @@ back.
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
+import pickle
+import random
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -270,3 +275,122 @@ def test_command_and_document(folder: Path, tmp_path: Path, capsys: pytest.Captu
     edit(folder / SCHEDULER, _change_table)
     assert run_cli(["check", str(folder)]) == 1
     assert run_cli(["check", str(tmp_path)]) == 2
+
+
+# ----------------------------------------------------------------------------------------------------- a stranger's trace
+
+
+def _with(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
+    def change(data: bytes) -> bytes:
+        assert old in data
+        return data.replace(old, new)
+
+    return change
+
+
+HOSTILE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "bytes": (lambda _: bytes(range(256)) * 50, "line 1: not a record of a trace"),
+    "zeros": (lambda _: b"\0" * 9999, "no trace of a scheduler here"),
+    "pickle": (lambda _: pickle.dumps({"t": "start"}) + b"\n", "line 1: not a record of a trace"),
+    "compressed": (lambda data: gzip.compress(data), "line 1: not a record of a trace"),
+    "other encoding": (lambda data: data.decode().encode("utf-16"), "line 1: not a record of a trace"),
+    "nested": (_with(b'"selected":{', b'"selected":{"x":' + b"[" * 99_999 + b"]" * 99_999 + b","), "nested too deep"),
+    "a line without end": (lambda data: b"{" + b" " * (1 << 21) + data, "line 1: longer than"),
+    "a number without end": (_with(b'"num_blocks":30', b'"num_blocks":' + b"9" * 9999), "at `$.num_blocks`"),
+    "a pool beyond all memory": (_with(b'"num_blocks":30', b'"num_blocks":999999999'), "<= 16777216 - at `$.num_blocks`"),
+    "a prompt beyond all time": (_with(b'"prompt":101', b'"prompt":999999999'), "<= 16777216 - at `$.prompt`"),
+    "a block of nothing": (_with(b'"block_size":16,"dcp', b'"block_size":0,"dcp'), "at `$.groups[0].spec.block_size`"),
+    "no block": (_with(b'"block_size":16,"dcp', b'"dcp'), "line 1: a group of FullAttentionSpec without block_size"),
+    "a setting of another type": (_with(b'"max_num_seqs":16', b'"max_num_seqs":"16"'), "at `$.engine.max_num_seqs`"),
+    "a negative block": (_with(b"[[-1,[1,2", b"[[-1,[-1,2"), "Expected `int` >= 0"),
+    "a terminal's commands": (_with(b'"vllm":"0.32.0"', b'"vllm":"\\u001b[2J"'), "at `$.vllm`"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_trace_is_one_clear_error(
+    folder: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("diff_tests.live.trace._LONGEST_LINE", 1 << 20)
+    change, reason = HOSTILE[name]
+    path = folder / SCHEDULER
+    path.write_bytes(change(path.read_bytes()))
+    for command in ("check", "explain"):
+        assert run_cli([command, str(folder)]) == 2
+        said = capsys.readouterr().err.splitlines()
+        assert len(said) == 1, said
+        assert said[0].startswith(f"Error: {folder}")
+        assert reason in said[0]
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A pipe would be waited for, a device never ends."""
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for path in (tmp_path, Path("/dev/zero")):
+        assert run_cli(["check", str(path)]) == 2
+        assert capsys.readouterr().err.endswith(": not a file\n")
+
+
+def test_names_say_nothing_to_a_terminal(folder: Path, capsys: pytest.CaptureFixture[str]):
+    path = folder / SCHEDULER
+    path.write_text(path.read_text().replace('"id":"A"', '"id":"\\u001b[2J\\nA"'))
+    edit(path, _change_selection)
+    assert run_cli(["check", str(folder)]) == 1
+    said = capsys.readouterr().out
+    assert "request \\x1b[2J\\nA, group 0" in said
+    assert "\x1b" not in said
+
+
+_STRANGE = [None, True, -1, 0, 1, 17, 1 << 31, 1 << 70, 1e308, "", "x", [], [None], [[0, 1]], {}, {"1": {"groups": [[1]]}}]
+
+
+def _places(value: object, place: tuple = ()) -> Iterator[tuple]:
+    yield place
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from _places(item, (*place, key))
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_whatever_is_changed_the_answer_is_a_verdict_or_one_error(
+    folder: Path, seed: int, capsys: pytest.CaptureFixture[str]
+):
+    rng = random.Random(seed)
+    path = folder / rng.choice((SCHEDULER, WORKER))
+    lines = records(path)
+    number = rng.choice((0, rng.randrange(len(lines))))
+    *way, last = rng.choice([place for place in _places(lines[number]) if place])
+    inner = lines[number]
+    for key in way:
+        inner = inner[key]
+    inner[last] = rng.choice(_STRANGE)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code = run_cli(["check", str(folder), "--scenario", str(folder / "case.yaml")])
+    said = capsys.readouterr()
+    assert code in (0, 1, 2)
+    assert len(said.err.splitlines()) == (code == 2), said.err
+
+
+def test_reading_a_trace_runs_no_code(folder: Path):
+    """Python itself tells whatever is compiled, executed, unpickled or started."""
+    seen: list[str] = []
+    is_watched = False
+
+    def hook(event: str, _: object) -> None:
+        if is_watched and event in ("compile", "exec", "pickle.find_class", "os.system", "os.exec", "subprocess.Popen"):
+            seen.append(event)
+
+    sys.addaudithook(hook)
+    for text in ("__import__('os').system('true')", "!!python/object/apply:os.system [true]"):
+        path = folder / SCHEDULER
+        path.write_text(path.read_text().replace('"id":"A"', f'"id":"{text}"'))
+        check(folder)  # once before: modules are loaded when they are first needed
+        is_watched = True
+        scenario = export(check(folder).rebuilt, None)
+        is_watched = False
+        assert loads(dump(scenario)) == scenario
+    assert seen == []
+    is_watched = True
+    eval("1")
+    is_watched = False
+    assert seen == ["compile", "exec"]
