@@ -408,7 +408,8 @@ def _exhaustive(plan: Plan, rules: Rules, kinds: tuple[str, ...] | None) -> Plan
 
 @cli.command(
     epilog="kvoracle explain case.yaml\nkvoracle explain kvoracle-runs/my-run --html story.html\n"
-    "kvoracle explain case.yaml --actual 'B:0=[1, 2, 104]'\nkvoracle explain case.yaml --model-only --request B"
+    "kvoracle explain case.yaml --actual 'B:0=[1, 2, 104]'\nkvoracle explain case.yaml --model-only --request B\n"
+    "kvoracle explain case.yaml --vllm 0.29.0 --pytest test_case.py"
 )
 @click.argument("path", metavar="SCENARIO|FAILURE|TRACE", type=click.Path(path_type=Path))
 @click.option(
@@ -439,6 +440,13 @@ def _exhaustive(plan: Plan, rules: Rules, kinds: tuple[str, ...] | None) -> Plan
     type=click.Path(path_type=Path),
     help="Also write one page with the pool over time; no network.",
 )
+@click.option(
+    "--pytest",
+    "test_file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Also write a test of it in which nothing is ours: it fails on a vLLM with the fault, and passes without.",
+)
 @_json_option
 def explain(
     path: Path,
@@ -451,6 +459,7 @@ def explain(
     step: int | None,
     actual: tuple[str, ...],
     html: Path | None,
+    test_file: Path | None,
     as_json: bool,
 ) -> int:
     """Say what went wrong, and why, in one screen.
@@ -465,18 +474,22 @@ def explain(
     from diff_tests.explain.actual import check_pasted, parse_pasted
     from diff_tests.explain.document import document
     from diff_tests.explain.explanation import explain as explain_outcome
+    from diff_tests.explain.standalone import module_of
     from diff_tests.explain.text import print_checked, print_explanation
 
     case = _case_to_explain(path, vllm, connector, as_release, model_only, history)
     try:
         explanation = explain_outcome(case.outcome, case.rules, case.title, request, step)
         checked = [check_pasted(explanation.story, parse_pasted(text), step) for text in actual]
+        test = module_of(case.outcome, explanation, case.rules) if test_file is not None else ""
     except ValueError as error:
         raise InputError(f"{path}: {error}") from None
     if html is not None:
         from diff_tests.explain.page import render
 
         _write(html, render(explanation, checked))
+    if test_file is not None:
+        _write(test_file, test)
     if as_json:
         _print_json(document(explanation, checked))
     else:
