@@ -21,7 +21,8 @@ class MambaSplit:
         self.block_size = min((g.block_size for g in kv.groups if g.prefix_cacheable), default=0)
         self.setting = kv.setting
         self.rules = kv.setting.rules
-        self.partial_hits = kv.coordinator.partial_hits
+        # Where nothing is finer than the blocks, no step ends inside one, though hits may be looked for there.
+        self.partial_hits = kv.coordinator.partial_hits and kv.setting.hash_block_size < kv.scheduler_block_size
         self.all_have_checkpoints = all(group.has_checkpoints for group in self.groups)
         self.most_per_step = engine.max_num_batched_tokens
         if engine.long_prefill_token_threshold > 0:
