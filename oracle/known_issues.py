@@ -12,6 +12,7 @@ An entry of `known_issues.toml` matches a finding, never a scenario. Its fields:
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -23,7 +24,7 @@ from msgspec import Struct
 
 from oracle.findings import Finding
 from oracle.values import clamp
-from sim.geometry import FULL_LIKE, effective_block_size, has_partial_hits
+from sim.geometry import FULL_LIKE, block_sizes, effective_block_size, has_partial_hits
 from sim.releases import Rules
 from sim.scenario import Add, AnyGroup, ChunkedLocal, Mamba, Scenario
 from sim.startup import smallest_pool
@@ -194,12 +195,16 @@ def _loads_later(subject: _Subject, wanted: Value) -> bool:
 
 
 def _drafts_over_promise(subject: _Subject, wanted: Value) -> bool:
-    engine, groups = subject.scenario.engine, subject.scenario.groups
-    most = (
-        1 + 2 * engine.speculative.tokens if engine.speculative is not None else 0
-    )  # the drafts, and lookahead behind them
-    sizes = [effective_block_size(group, engine.dcp, subject.rules) for group in groups if not isinstance(group, Mamba)]
-    return (most > 0 and _pool_lacks(subject, sum(-(-most // size) for size in sizes))) == wanted  # rounded up
+    scenario, rules = subject.scenario, subject.rules
+    speculative = scenario.engine.speculative
+    if speculative is None:
+        return not wanted
+    if rules.reservation_is_per_group:
+        sizes = [effective_block_size(g, scenario.engine.dcp, rules) for g in scenario.groups if not isinstance(g, Mamba)]
+    else:
+        sizes = [block_sizes(scenario, rules)[0]]
+    most = 1 + 2 * speculative.tokens  # the drafts, and as many slots behind them
+    return _pool_lacks(subject, sum(math.ceil(most / size) for size in sizes)) == wanted
 
 
 def _salt_names_an_adapter(subject: _Subject, wanted: Value) -> bool:
@@ -241,7 +246,7 @@ _WHERE: dict[str, Callable[[_Subject, Value], bool]] = {
     "copies_over_promise": _copies_over_promise,  # hits end inside blocks, and the pool may lack those that are copied
     "states_over_promise": _states_over_promise,  # the pool may lack blocks for states that a step in flight reads
     "loads_later": _loads_later,  # some request's external tokens arrive after the step that grants them
-    "drafts_over_promise": _drafts_over_promise,  # the pool may lack blocks for a step of drafts in every group
+    "drafts_over_promise": _drafts_over_promise,  # the pool may lack the blocks that are set aside for drafts
     "fill_out_of_range": _fill_out_of_range,  # some group's memory, as it is stored, cannot take the fill unencoded
     "salt_names_an_adapter": _salt_names_an_adapter,  # a request's cache salt is the name of another's LoRA adapter
 }

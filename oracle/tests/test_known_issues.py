@@ -250,23 +250,26 @@ def test_pools_of_what_start_up_promises(engine: str, groups: str, promised: int
 
 
 @pytest.mark.parametrize(
-    ("drafts", "groups", "promised", "num_more"),
+    ("release", "drafts", "groups", "promised", "num_more"),
     [
-        ("null", "{kind: full, block: 4}", 9, 0),
-        ("{tokens: 2}", "{kind: full, block: 4}", 9, 2),  # 5 tokens at most
-        ("{tokens: 2}", "{kind: full, block: 8}, {kind: circular, block: 4}", 6, 3),
-        ("{tokens: 2}", "{kind: full, block: 8}, {kind: mamba, block: 8, mode: align, speculative_blocks: 2}", 9, 1),
+        ("0.32.0", "null", "{kind: full, block: 4}", 9, 0),
+        ("0.32.0", "{tokens: 2}", "{kind: full, block: 4}", 9, 2),  # 5 tokens at most
+        ("0.32.0", "{tokens: 2}", "{kind: full, block: 8}, {kind: circular, block: 4}", 6, 3),
+        ("0.31.0", "{tokens: 2}", "{kind: full, block: 8}, {kind: circular, block: 4}", 6, 1),
+        ("0.32.0", "{tokens: 2}", "{kind: full, block: 8}, {kind: mamba, block: 8, speculative_blocks: 2}", 8, 1),
+        ("0.31.0", "{tokens: 2}", "{kind: mamba, block: 1, speculative_blocks: 2}", 4, 5),
     ],
 )
-def test_pools_without_blocks_for_drafts(drafts: str, groups: str, promised: int, num_more: int) -> None:
-    for blocks in range(promised, promised + 5):
+def test_pools_without_blocks_for_drafts(release: str, drafts: str, groups: str, promised: int, num_more: int) -> None:
+    issue = msgspec.structs.replace(entry("where = { drafts_over_promise = true }"), releases=[release])
+    for blocks in range(promised, promised + 6):
         case = scenario(
-            f"{{blocks: {blocks}, max_model_len: 32, speculative: {drafts}}}",
+            f"{{blocks: {blocks}, max_model_len: 32, speculative: {drafts}, prefix_caching: false}}",
             f"[{groups}]",
             "[{step: 1}]",
             "{name: scripted}",
         )
-        fits = explains(entry("where = { drafts_over_promise = true }"), finding(group=None), case, rules_of("0.30.0"))
+        fits = explains(issue, finding(group=None), case, rules_of(release))
         assert fits == (blocks < promised + num_more)
 
 
