@@ -1154,6 +1154,53 @@ def mutants(
     return OK if document["verdict"] == "pass" else FINDINGS
 
 
+def _complete_issue(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+    from oracle.known_issues import load as load_issues
+
+    return [CompletionItem(issue.id) for issue in load_issues() if issue.id.startswith(begun)]
+
+
+@cli.command(epilog="kvoracle issues\nkvoracle issues kernel-rows > kernel-rows.md")
+@click.argument("name", required=False, shell_complete=_complete_issue)
+@click.option(
+    "--vllm",
+    metavar="TARGET",
+    shell_complete=_complete_target,
+    help="Where to run the scenario, as for `run`. Default: the installed vLLM if it has the issue, else the newest "
+    "release in the cache that has it.",
+)
+@_json_option
+def issues(name: str | None, vllm: str | None, as_json: bool) -> int:
+    """List known issues of vLLM, or print the evidence for one.
+
+    Without NAME, a line for each: its id, the law, the releases that have it. With NAME, a page in Markdown that can be
+    sent upstream as it is: what must hold and what happened instead, the smallest scenario, and a test that uses only
+    vLLM's own classes.
+    """
+    from diff_tests import issues as known
+    from diff_tests.run import run_on
+    from diff_tests.vllm_target.releases import cached_releases, installed_version
+
+    if name is None:
+        if as_json:
+            _print_json(known.list_document())
+        else:
+            known.print_list(_output())
+        return OK
+    try:
+        issue = known.issue_named(name)
+        where = vllm or known.affected_release(issue, installed_version(), cached_releases())
+    except ValueError as error:
+        raise InputError(f"{name}: {error}") from None
+    with _Started(where) as (target, info):
+        found = known.findings_of(issue, run_on(target, known.scenario_of(issue)))
+    if as_json:
+        _print_json(known.document(issue, info.version, found))
+    else:
+        click.echo(known.page(issue, info.version, found), nl=False)
+    return OK
+
+
 @cli.command(
     epilog='eval "$(kvoracle completion bash)"\nkvoracle completion fish > ~/.config/fish/completions/kvoracle.fish'
 )

@@ -145,7 +145,7 @@ class _Explainer:
             kinds = dict.fromkeys(group.kind for group in self.story.groups)
             rules: list[Rule] = [rule for kind in kinds if (rule := rule_of_kind(kind)) is not None]
             return [(f"rule {rule.section}", rule.sentence, rule.place) for rule in rules]
-        laws = [(f"law {self.finding.law}", words, "") for words in _law_words(self.finding)]
+        laws = [(f"law {self.finding.law}", words, "") for words in law_words(self.finding)]
         return laws + [(f"rule {rule.section}", rule.sentence, rule.place) for rule in deciding(self.finding)]
 
     def _end_notes(self) -> list[str]:
@@ -223,7 +223,7 @@ class _Explainer:
         ]
 
 
-def _law_words(finding: Finding) -> list[str]:
+def law_words(finding: Finding) -> list[str]:
     """What the law of a finding says. Where one number has several sentences, the one about findings of this kind: drawn
     values have a law of their own, and so have answers to the scheduler."""
     sentences = [law.sentence for law in LAWS if law.number == finding.law]
