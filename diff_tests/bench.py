@@ -22,7 +22,7 @@ from rich.table import Table
 
 from diff_tests.campaign import Crew, Shares, num_cores
 from diff_tests.growth_bench import SERIES, Growth, exponent, measure_growth
-from diff_tests.power_bench import BUGGY_RELEASE, NUM_SEEDS, measure_bug_sights
+from diff_tests.power_bench import BUGGY_RELEASE, NUM_SEEDS, measure_bug_sights, measure_guidance
 from diff_tests.shard import Cases
 from diff_tests.vllm_target.target import Target, TargetInfo
 from diff_tests.workload.race import RIVAL, race
@@ -58,12 +58,15 @@ def measure(
     target: Target, info: TargetInfo, only: str | None = None, device: str = "cpu", trace: Path | None = None
 ) -> list[Measure]:
     """All measures, or those of one part: `campaign`, `model`, `memory`, `growth`, or, on demand only, `bugs`, which needs
-    a release of its own, and `workload`, which needs a trace. device: where KV memory lies. Raises RaceError."""
+    a release of its own, `guidance`, which takes long, and `workload`, which needs a trace. device: where KV memory lies.
+    Raises RaceError."""
     measures: list[Measure] = []
     if only == "workload" and trace is not None:
         measures.append(measure_workload(trace))
     if only == "bugs":
         measures += measure_bugs()
+    if only == "guidance":
+        measures += measure_guided(info.rules)
     if only in (None, "memory"):
         measures += measure_memory(device)
     if only in (None, "campaign"):
@@ -142,7 +145,8 @@ def measure_jobs(target: Target) -> list[Measure]:
 
 def _campaign_seconds(target: Target, batch_index: int, num_jobs: int) -> float:
     """Seconds by the clock from the moment at which all children are there."""
-    crew = Crew(target, Cases(batch_index), Shares(2 * CASES_PER_BATCH), num_jobs, None)
+    cases = Cases(batch_index)
+    crew = Crew(target, lambda _: cases, Shares(2 * CASES_PER_BATCH), num_jobs, None)
     crew.start_children()
     started = time.perf_counter()
     for _ in crew.results():
@@ -258,6 +262,26 @@ def measure_workload(trace: Path, num_rounds: int = NUM_ROUNDS) -> Measure:
         at_least=1.0,
         detail=f"{starts}, {found.our_start:.2f} and {found.their_start:.2f} s of it start-up",
     )
+
+
+def measure_guided(rules: Rules, num_seeds: int = NUM_SEEDS, num_cases: int = 3000) -> list[Measure]:
+    """How much sooner a guided campaign sees what is rare: known issues, in the model's own histories."""
+    figures = measure_guidance(rules, num_seeds, num_cases)
+    plain, guided = (
+        sum(num_seeds - missed for missed in column) for column in zip(*(f.missed for f in figures), strict=True)
+    )
+    detail = f"a campaign sees {plain / num_seeds:.2f} of {len(figures)} plain, {guided / num_seeds:.2f} guided"
+    name = f"known issues seen in {num_cases} cases, guided over plain"
+    measures = [Measure(name, guided / plain, "times as many", at_least=1.0, detail=detail)]
+    for figure in figures:
+        texts = (
+            f"{cases:g} ({missed} of {num_seeds} did not see it)"
+            for cases, missed in zip(figure.cases, figure.missed, strict=True)
+        )
+        detail = "{} plain, {} guided".format(*texts)
+        ratio = figure.cases[0] / figure.cases[1]
+        measures.append(Measure(f"cases until {figure.issue}, plain over guided", ratio, "times", detail=detail))
+    return measures
 
 
 # -------------------------------------------------------------------------------------------------------------- output

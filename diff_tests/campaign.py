@@ -7,6 +7,7 @@ that goes away lose nothing, and `resume` goes on.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import queue
 import shlex
@@ -26,6 +27,7 @@ from diff_tests.coverage import Coverage
 from diff_tests.exhaustive import Scope
 from diff_tests.failures import SavedFailure, load_failure, save, saved_findings
 from diff_tests.generate import FEATURES
+from diff_tests.guidance import Guidance
 from diff_tests.progress import State, load_state, replace_file, save_state
 from diff_tests.reduce import reduce
 from diff_tests.run import Outcome, run_on
@@ -35,7 +37,7 @@ from diff_tests.vllm_target.target import Alone, CasesMessage, Target, TargetInf
 from oracle import contracts
 from oracle.findings import Fault, Finding
 from sim.history import History
-from sim.scenario import Scenario, dump, plain
+from sim.scenario import Scenario, dump, parse, plain
 
 if TYPE_CHECKING:
     from diff_tests.cluster import RayCrew
@@ -50,6 +52,8 @@ HISTORIES_PER_FAULT = 200
 MOST_RESIDENT_BYTES = 3 << 30
 """A child that has grown beyond this is replaced."""
 SECONDS_BETWEEN_STATES = 5.0
+_SECONDS_TO_WAIT = 0.2
+"""A job that can have no share looks this often whether it should end."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class Plan:
     jobs: int = 1
     ray: str | None = None
     resume: bool = False
+    guided: bool = False
 
     @property
     def source(self) -> Cases:
@@ -85,14 +90,14 @@ class Plan:
 class FaultReport:
     """One fault of a campaign: how many cases showed it, the first finding, and where to look.
 
-    driver: of the first case. command: the one that shows the fault again.
+    scenario: of the first case. command: the one that shows the fault again.
     """
 
     fault: Fault
     first: Finding
     first_case: int
     failure_path: Path
-    driver: str
+    scenario: Scenario
     command: str
     num_cases: int = 0
     reduced_path: Path | None = None
@@ -100,7 +105,7 @@ class FaultReport:
     @property
     def order(self) -> tuple[bool, int]:
         """A case of the real scheduler says more than one with hand-made tables, an early one is found again sooner."""
-        return self.driver == "direct", self.first_case
+        return self.scenario.driver == "direct", self.first_case
 
 
 @dataclass
@@ -189,14 +194,16 @@ class Campaign:
         self.rules = info.rules
         self.summary = Summary(plan, info)
         self._source = plan.source
+        self._guidance = Guidance(plan.seed, len(self.summary.coverage.behaviours)) if plan.guided else None
         self._shares = Shares(plan.cases)
-        self._sample: dict[int, History] = {}
+        self._sample: dict[int, tuple[Scenario, History]] = {}
         self._seconds_before = 0.0
         self._saved_at = 0.0
         if plan.resume:
             self._restore(load_state(plan.folder, plan.seed))
         else:
             self._clear()
+        self._open_shares()
 
     def run(self, on_progress: Callable[[Summary], None] = lambda summary: None) -> Summary:
         """Runs to the bound, or until Ctrl-C, then reduces one case of each fault."""
@@ -205,9 +212,11 @@ class Campaign:
         crew = self._crew(deadline)
         try:
             for result in crew.results():
-                for message in result.messages:
-                    self._take(message)
+                seen = [shown for message in result.messages for shown in self._take(message)]
+                if self._guidance is not None:
+                    self._guidance.take(seen)
                 self._shares.finish(result.share)
+                self._open_shares()
                 self.summary.seconds = self._seconds_before + time.monotonic() - started
                 self.summary.lost = crew.lost
                 self._save_state_now_and_then()
@@ -225,61 +234,80 @@ class Campaign:
         """Those who run the shares: processes here, or workers of a Ray cluster."""
         plan = self.plan
         if plan.ray is None:
-            return Crew(self.target, self._source, self._shares, plan.jobs, deadline)
+            return Crew(self.target, self._cases, self._shares, plan.jobs, deadline)
         from diff_tests.cluster import RayCrew, TargetSettings
 
         settings = TargetSettings(plan.vllm, plan.connector, self.target.defect, plan.as_release, contracts.added())
-        return RayCrew(settings, self._source, self._shares, plan.ray, plan.jobs, deadline)
+        return RayCrew(settings, self._cases, self._shares, plan.ray, plan.jobs, deadline)
+
+    def _cases(self, index: int) -> Cases:
+        """The cases among which is the index-th one. In a guided campaign, until its share is through."""
+        return (
+            self._source if self._guidance is None else dataclasses.replace(self._source, guide=self._guidance.guide(index))
+        )
+
+    def _open_shares(self) -> None:
+        """Lets jobs take what the rounds that are through allow for."""
+        if self._guidance is not None:
+            self._shares.open_until(self._guidance.num_open)
+
+    def _scenario(self, index: int) -> Scenario:
+        """A case of a share that is not through."""
+        return self._cases(index).case(index, self.rules)
 
     # -- what the jobs send --------------------------------------------------------------------------------------------
 
-    def _take(self, message: CasesMessage) -> None:
+    def _take(self, message: CasesMessage) -> list[tuple[int, bytes]]:
+        """Counts and saves; of a guided campaign, returns what cases showed (`guidance.bits`)."""
         summary = self.summary
+        seen: list[tuple[int, bytes]] = []
         if isinstance(message, wire.CasesNews):
             if isinstance(message.news, Sample):
-                self._sample[message.news.index] = message.news.history
+                self._sample[message.news.index] = self._scenario(message.news.index), message.news.history
             else:
-                self._record(message.news)
+                self._record(message.news, self._scenario(message.news.index))
         elif isinstance(message, wire.CasesDone):
             summary.num_cases += message.num_cases
             summary.coverage.restore(message.coverage)
             summary.known.update(message.known)
+            seen = message.seen
         elif isinstance(message, Alone):
-            self._take_alone(message)
+            seen = self._take_alone(message)
         if len(self._sample) > SAMPLE_FOR_OTHER_PROCESS:
             del self._sample[max(self._sample)]
+        return seen
 
-    def _take_alone(self, alone: Alone) -> None:
-        shard = Shard(self._source, self.rules, self.target.run)
-        outcome = shard.judge(alone.scenario, alone.history)
+    def _take_alone(self, alone: Alone) -> list[tuple[int, bytes]]:
+        shard = Shard(self._cases(alone.index), self.rules, self.target.run)
+        outcome = shard.judge(alone.index, alone.scenario, alone.history)
         self.summary.num_cases += shard.num_cases
         self.summary.coverage.merge(shard.coverage)
         self.summary.known.update(shard.num_known)
         if outcome.new_findings:
-            self._record(report_of(alone.index, outcome))
+            self._record(report_of(alone.index, outcome), self._scenario(alone.index))
+        return shard.seen
 
     def _repeat_in_another_process(self) -> None:
         """Law 10 across processes, where the campaign is long enough to be worth it."""
         if self.summary.num_cases < CASES_FOR_OTHER_PROCESS or not self._sample:
             return
         with self.target.sibling() as other:
-            for index, history in sorted(self._sample.items()):
-                scenario = self._source.case(index, self.rules)
+            for index, (scenario, history) in sorted(self._sample.items()):
                 again = other.run(scenario)
                 effective = self.target.effective(scenario)
                 if (differs := compare_repeat(effective, history, again, "another process", self.rules)) is not None:
-                    self._record(report_of(index, differs, repeat=True))
+                    self._record(report_of(index, differs, repeat=True), scenario)
 
     # -- findings ------------------------------------------------------------------------------------------------------
 
-    def _record(self, report: CaseReport) -> None:
+    def _record(self, report: CaseReport, generated: Scenario) -> None:
         """Counts and saves a case with new findings."""
-        scenario = self.target.effective(self._source.case(report.index, self.rules))
+        scenario = self.target.effective(generated)
         suffix = "-repeat" if report.repeat else ""
         path = self.plan.folder / "failures" / f"case-{self.plan.seed}-{report.index:06d}{suffix}.json"
         new = [saved.finding for saved in report.findings if saved.issue is None]
         for fault, finding in {finding.fault: finding for finding in reversed(new)}.items():
-            self._count(FaultReport(fault, finding, report.index, path, scenario.driver, self.repeat_command(path)))
+            self._count(FaultReport(fault, finding, report.index, path, generated, self.repeat_command(path)))
         rare = min(self.summary.faults[finding.fault].num_cases for finding in new) <= HISTORIES_PER_FAULT
         failure = SavedFailure(
             kvoracle_failure=1,
@@ -332,7 +360,7 @@ class Campaign:
 
     def _reduce_fault(self, report: FaultReport) -> None:
         reduction = reduce(
-            self._source.case(report.first_case, self.rules),
+            report.scenario,
             lambda candidate: self._shows(candidate, report.fault),
             max_seconds=self.plan.max_reduce_seconds,
         )
@@ -395,6 +423,7 @@ class Campaign:
             seconds=summary.seconds,
             known=dict(summary.known),
             coverage=summary.coverage.plain(),
+            guidance=self._guidance,
         )
 
     def _restore(self, state: State) -> None:
@@ -402,6 +431,7 @@ class Campaign:
         as done will be found again."""
         summary = self.summary
         self._shares.restore(state.done)
+        self._guidance = state.guidance
         summary.num_cases, self._seconds_before = state.num_cases, state.seconds
         summary.known.update(state.known)
         summary.coverage.restore(state.coverage)
@@ -410,10 +440,10 @@ class Campaign:
             if not self._shares.is_done(failure.case):
                 path.unlink()
                 continue
-            driver = failure.scenario.get("driver", "scheduler")
+            scenario = parse(failure.scenario)
             new = {saved.finding.fault: saved.finding for saved in reversed(failure.findings) if saved.issue is None}
             for fault, finding in new.items():
-                self._count(FaultReport(fault, finding, failure.case, path, driver, self.repeat_command(path)))
+                self._count(FaultReport(fault, finding, failure.case, path, scenario, self.repeat_command(path)))
 
 
 # ---------------------------------------------------------------------------------------------------------------- jobs
@@ -432,11 +462,13 @@ class ShareResult(NamedTuple):
 
 
 class Shares:
-    """Hands the cases of a campaign out in shares, in order, and remembers which are through. Safe between threads."""
+    """Hands the cases of a campaign out in shares, in order, and remembers which are through. Safe between threads. Where
+    `open_until` says so, only the first cases can be had for now."""
 
     def __init__(self, num_cases: int | None) -> None:
         self._num_cases = num_cases
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._num_open: int | None = None
         self._next = 0
         self._done: set[int] = set()  # first cases of shares
 
@@ -461,16 +493,40 @@ class Shares:
         """Whether the case's share is through."""
         return case // CASES_PER_SHARE * CASES_PER_SHARE in self._done  # floor: the share's first case
 
-    def take(self) -> Share | None:
-        """The next share; None after the last."""
-        with self._lock:
-            while self._next in self._done:
-                self._next += CASES_PER_SHARE
+    def open_until(self, num_open: int) -> None:
+        """From now on the cases before this number can be had."""
+        with self._changed:
+            self._num_open = num_open
+            self._changed.notify_all()
+
+    def take(self, timeout_s: float = 0.0) -> Share | None:
+        """The next share; None after the last, or where it cannot be had within that time."""
+        with self._changed:
+            self._changed.wait_for(self._can_take, timeout_s)
             start = self._next
-            if self._num_cases is not None and start >= self._num_cases:
+            if self._is_after_last(start) or not self._can_take():
                 return None
             self._next += CASES_PER_SHARE
             return start, self._stop(start)
+
+    @property
+    def are_left(self) -> bool:
+        """Whether there is a share that nobody has taken."""
+        with self._changed:
+            self._skip_done()
+            return not self._is_after_last(self._next)
+
+    def _can_take(self) -> bool:
+        """Whether `take` need not wait."""
+        self._skip_done()
+        return self._num_open is None or self._next < self._num_open or self._is_after_last(self._next)
+
+    def _skip_done(self) -> None:
+        while self._next in self._done:
+            self._next += CASES_PER_SHARE
+
+    def _is_after_last(self, start: int) -> bool:
+        return self._num_cases is not None and start >= self._num_cases
 
     def finish(self, share: Share) -> None:
         """The share is through."""
@@ -482,11 +538,14 @@ class Shares:
 
 
 class Crew:
-    """The jobs of a campaign: a thread each, which waits for its child. The first target is the caller's to close."""
+    """The jobs of a campaign: a thread each, which waits for its child. cases: among which a case is. The first target is
+    the caller's to close."""
 
-    def __init__(self, target: Target, source: Cases, shares: Shares, num_jobs: int, deadline: float | None) -> None:
+    def __init__(
+        self, target: Target, cases: Callable[[int], Cases], shares: Shares, num_jobs: int, deadline: float | None
+    ) -> None:
         self._targets = [target, *(target.sibling() for _ in range(num_jobs - 1))]
-        self._source = source
+        self._cases = cases
         self._shares = shares
         self._deadline = deadline
         self._lost_before = target.lost
@@ -530,8 +589,9 @@ class Crew:
 
     def _work(self, target: Target) -> None:
         try:
-            while not self._is_time_up() and (share := self._shares.take()) is not None:
-                self._run_share(target, share)
+            while not self._is_time_up() and self._shares.are_left:
+                if (share := self._shares.take(_SECONDS_TO_WAIT)) is not None:
+                    self._run_share(target, share)
         except BaseException as error:
             if not self._stopping:
                 self._results.put(error)
@@ -542,7 +602,7 @@ class Crew:
         return self._stopping or (self._deadline is not None and time.monotonic() >= self._deadline)
 
     def _run_share(self, target: Target, share: Share) -> None:
-        messages = list(target.run_cases(self._source, *share))
+        messages = list(target.run_cases(self._cases(share[0]), *share))
         self._results.put(ShareResult(share, messages))
         if isinstance(messages[-1], wire.CasesDone) and messages[-1].resident_bytes > MOST_RESIDENT_BYTES:
             target.close()  # the next share starts a fresh child

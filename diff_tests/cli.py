@@ -272,6 +272,11 @@ def run(scenario: Path, vllm: str, connector: str | None, as_release: str | None
     type=click.Path(path_type=Path, file_okay=False),
     help="Go on with the campaign of this run folder: its target, seed and findings; --minutes or --cases set a new bound.",
 )
+@click.option(
+    "--guided",
+    is_flag=True,
+    help="Keep cases that show something new, and make half of the later ones by changing those. Finds rare faults sooner.",
+)
 @click.option("--coverage", is_flag=True, help="Print all that was exercised, by behaviour and by kinds of groups.")
 @click.option(
     "--exhaustive",
@@ -297,6 +302,7 @@ def fuzz(
     jobs: int | None,
     ray: str | None,
     resume: Path | None,
+    guided: bool,
     coverage: bool,
     exhaustive: bool,
     kinds: tuple[str, ...] | None,
@@ -320,6 +326,8 @@ def fuzz(
         raise InputError(f"--out {folder}: cannot be written: {error.strerror}; name another folder") from None
     if kinds is not None and not exhaustive:
         raise InputError("--kinds: only with --exhaustive; generated cases mix all kinds")
+    if guided and exhaustive:
+        raise InputError("--guided: only for generated cases; the scope of --exhaustive is fixed")
     seconds = minutes * 60 if minutes is not None else (60.0 if cases is None and not exhaustive else None)
     if resume is not None:
         plan = _resumed(resume, seed, cases, minutes, jobs)
@@ -333,6 +341,7 @@ def fuzz(
             cases=cases,
             seconds=seconds,
             jobs=jobs or num_cores(),
+            guided=guided,
         )
     plan = replace(plan, ray=ray)
     with _Started(plan.vllm, plan.connector, plan.as_release) as (target, info), _sigterm_interrupts():
@@ -377,6 +386,7 @@ def _resumed(folder: Path, seed: int | None, cases: int | None, minutes: float |
         kinds=state.kinds,
         jobs=jobs or num_cores(),
         resume=True,
+        guided=state.guidance is not None,
     )
 
 
@@ -942,9 +952,10 @@ def e2e(models: tuple[str, ...], vllm: str, http: bool, connector: str | None, a
 @_vllm_option
 @click.option(
     "--only",
-    type=click.Choice(["campaign", "model", "memory", "growth", "bugs", "workload"]),
+    type=click.Choice(["campaign", "model", "memory", "growth", "bugs", "guidance", "workload"]),
     help="One part: speed and cost of a campaign, speed of the model, verification of KV memory, how cost grows with size, "
-    "how soon a campaign sees the five faults of 0.29.0's connector, or speed of `workload` on the --trace.",
+    "how soon a campaign sees the five faults of 0.29.0's connector, what --guided gains, or speed of `workload` on the "
+    "--trace.",
 )
 @click.option(
     "--device",
@@ -976,9 +987,10 @@ def bench(vllm: str, only: str | None, device: str, trace: Path | None, history:
     that were filled lie in one run); the exponents with which the cost of judging a case grows with prompt length, running
     requests, pool size and groups, each doubled several times (at most 1.3). Ratios are medians of interleaved batches.
     `--only bugs`: processor time until a campaign on 0.29.0 sees each of the five faults of its connector (at most 10
-    seconds; median of 20 seeds). `--only workload --trace FILE`: how much faster than kvcache-simulator, which has to be on
-    PATH, `workload` replays a trace in the order of its requests (at least 1). Exit code 1 if one is missed. Takes about
-    two minutes.
+    seconds; median of 20 seeds). `--only guidance`: cases until a campaign sees each known issue that the model foresees,
+    with --guided and without (median of 20 seeds; takes ten minutes). `--only workload --trace FILE`: how much faster than
+    kvcache-simulator, which has to be on PATH, `workload` replays a trace in the order of its requests (at least 1). Exit
+    code 1 if one is missed. Takes about two minutes.
     """
     from diff_tests.bench import HistoryError, append_figures, document, earlier_values, measure, print_measures
     from diff_tests.workload.race import RaceError

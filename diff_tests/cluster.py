@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ class TargetSettings:
 _targets: dict[TargetSettings, Target] = {}
 
 
-def run_share(settings: TargetSettings, source: Cases, share: Share) -> ShareResult:
+def run_share(settings: TargetSettings, cases: Cases, share: Share) -> ShareResult:
     """In a worker: runs and judges one share. A worker keeps its target for the next. Raises ValueError for a contract
     that this machine does not have."""
     target = _targets.get(settings)
@@ -52,18 +52,18 @@ def run_share(settings: TargetSettings, source: Cases, share: Share) -> ShareRes
             settings.vllm, settings.connector, settings.defect, as_release=settings.as_release
         )
     lost_before = target.lost
-    messages = list(target.run_cases(source, *share))
+    messages = list(target.run_cases(cases, *share))
     return ShareResult(share, messages, target.lost - lost_before)
 
 
 class RayCrew:
-    """Hands shares to a cluster. address: of a running one, `auto` for the one of this machine, empty: start one here
-    with `num_cores` workers. Raises ClusterError."""
+    """Hands shares to a cluster. cases: among which a case is. address: of a running cluster, `auto` for the one of this
+    machine, empty: start one here with `num_cores` workers. Raises ClusterError."""
 
     def __init__(
         self,
         settings: TargetSettings,
-        source: Cases,
+        cases: Callable[[int], Cases],
         shares: Shares,
         address: str,
         num_cores: int,
@@ -74,7 +74,7 @@ class RayCrew:
         except ImportError:
             raise ClusterError("--ray needs Ray; install kvoracle[ray]") from None
         self._ray: Any = ray
-        self._settings, self._source, self._shares, self._deadline = settings, source, shares, deadline
+        self._settings, self._cases, self._shares, self._deadline = settings, cases, shares, deadline
         self._is_ours = not ray.is_initialized()
         self.lost = 0
         if self._is_ours:
@@ -97,7 +97,7 @@ class RayCrew:
         pending: list[Any] = []
         while True:
             while len(pending) < num_ahead and not self._is_time_up() and (share := self._shares.take()) is not None:
-                pending.append(task.remote(self._settings, self._source, share))
+                pending.append(task.remote(self._settings, self._cases(share[0]), share))
             if not pending:
                 return
             (ended, *_), pending = self._ray.wait(pending, num_returns=1)

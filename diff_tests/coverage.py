@@ -13,6 +13,9 @@ from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from diff_tests.behaviours import KINDS, TABLE, Behaviour, Moment, kind_exists
 from diff_tests.walk import Walk, kind_of
 from sim.geometry import is_prefix_cacheable
@@ -83,6 +86,10 @@ class Coverage:
             self.counts["fills judged"] += sum(len(r.written or ()) for r in history if isinstance(r, Scheduled))
             return
         self._walk(Walk(scenario, self.rules), history, detectors)
+
+    def numbers(self) -> NDArray[np.int64]:
+        """The counts in the order of `behaviours`."""
+        return np.fromiter((self.counts[behaviour.name] for behaviour in self.behaviours), np.int64, len(self.behaviours))
 
     def merge(self, other: Coverage) -> None:
         """Adds what was counted elsewhere for the same release."""

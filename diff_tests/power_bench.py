@@ -1,4 +1,6 @@
-"""How soon a campaign finds what is known to be wrong: the five faults of 0.29.0's connector."""
+"""How soon a campaign finds what is known to be wrong: the five faults of 0.29.0's connector; and, with guidance and
+without, the known issues that the model foresees.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,14 @@ from itertools import count
 from statistics import median
 from typing import NamedTuple
 
-from diff_tests.run import judge_run
-from diff_tests.shard import CaseReport, Cases
+from diff_tests.coverage import Coverage
+from diff_tests.guidance import CASES_PER_ROUND, Guidance
+from diff_tests.run import judge_run, predict
+from diff_tests.shard import CaseReport, Cases, Shard
 from diff_tests.vllm_target import wire
 from diff_tests.vllm_target.target import Alone, Target
 from oracle.findings import Fault, Finding
+from sim.releases import Rules
 
 BUGGY_RELEASE = "0.29.0"
 BUGS: dict[str, Callable[[Fault], bool]] = {
@@ -94,3 +99,45 @@ def measure_bug_sights(num_seeds: int = NUM_SEEDS) -> list[BugFigure]:
         seconds = median(sight.seconds if sight else math.inf for sight in seen)
         figures.append(BugFigure(name, num_cases, seconds, sum(sight is None for sight in seen)))
     return figures
+
+
+# ------------------------------------------------------------------------------------------------------------- guidance
+
+
+class IssueFigure(NamedTuple):
+    """In how many cases a known issue is seen first, and how many campaigns did not see it; each plain, then guided. cases:
+    medians over the seeds."""
+
+    issue: str
+    cases: tuple[float, float]
+    missed: tuple[int, int]
+
+
+def measure_guidance(rules: Rules, num_seeds: int, num_cases: int) -> list[IssueFigure]:
+    """How soon campaigns see each known issue that any of them sees, with guidance and without."""
+    seeds = range(1, num_seeds + 1)
+    plain, guided = ([issue_sights(rules, seed, num_cases, guided) for seed in seeds] for guided in (False, True))
+
+    def figure(issue: str) -> IssueFigure:
+        cases = [median(run.get(issue, num_cases) for run in runs) for runs in (plain, guided)]
+        missed = [sum(issue not in run for run in runs) for runs in (plain, guided)]
+        return IssueFigure(issue, (cases[0], cases[1]), (missed[0], missed[1]))
+
+    return [figure(issue) for issue in sorted({issue for run in plain + guided for issue in run})]
+
+
+def issue_sights(rules: Rules, seed: int, num_cases: int, guided: bool) -> dict[str, int]:
+    """In how many cases a campaign sees each known issue, by the model's own histories: it foresees what vLLM does wrong,
+    and the laws judge it alike."""
+    guidance = Guidance(seed, len(Coverage(rules).behaviours)) if guided else None
+    seen: dict[str, int] = {}
+    for start in range(0, num_cases, CASES_PER_ROUND):
+        shard = Shard(Cases(seed, guide=guidance.guide(start) if guidance else None), rules, lambda case: [])
+        for index in range(start, min(num_cases, start + CASES_PER_ROUND)):
+            scenario = shard.cases.case(index, rules)
+            shard.judge(index, scenario, predict(scenario, rules) or [])
+            for issue in shard.num_known:
+                seen.setdefault(issue, index + 1)
+        if guidance is not None:
+            guidance.take(shard.seen)
+    return seen

@@ -10,14 +10,16 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from diff_tests.guidance import Guidance
+
 
 class StateError(ValueError):
     """A run folder from which nothing can be resumed; one sentence with the remedy."""
 
 
 class State(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A campaign's plan and what is through: cases [start, stop), and their sums. Its findings lie beside it, one file a
-    failure."""
+    """A campaign's plan and what is through: cases [start, stop), and their sums. guidance: of a guided one. Its findings
+    lie beside it, one file a failure."""
 
     kvoracle_state: int
     seed: int
@@ -32,6 +34,7 @@ class State(Struct, kw_only=True, forbid_unknown_fields=True):
     seconds: float
     known: dict[str, int]
     coverage: dict[str, Any]
+    guidance: Guidance | None = None
 
 
 def replace_file(path: Path, data: bytes) -> None:

@@ -20,7 +20,8 @@ from msgspec import Struct
 from diff_tests.coverage import Coverage
 from diff_tests.exhaustive import Scope
 from diff_tests.failures import SavedFinding, saved_findings
-from diff_tests.generate import FEATURES, SeededChooser, case_seed, generate
+from diff_tests.generate import FEATURES, LineageChooser, SeededChooser, case_seed, generate
+from diff_tests.guidance import Guide, bits
 from diff_tests.run import Outcome, explain_known, judge_run, verdict_of
 from oracle.findings import Finding
 from sim.history import History, Record
@@ -39,6 +40,7 @@ MOST_GROWTH_BYTES = 256 << 20
 class Cases:
     """The cases of a campaign by number: those generated from a seed with a choice of features, or, with `kinds`, those
     of the exhaustive scope over these kinds of groups. connector: only cases with this one. first: what comes before them.
+    guide: what the cases of one round of a guided campaign are made from.
     """
 
     seed: int
@@ -46,6 +48,7 @@ class Cases:
     kinds: tuple[str, ...] | None = None
     connector: str | None = None
     first: tuple[Scenario, ...] = ()
+    guide: Guide | None = None
 
     def case(self, index: int, rules: Rules) -> Scenario:
         """The index-th case."""
@@ -54,6 +57,8 @@ class Cases:
         index -= len(self.first)
         if self.kinds is not None:
             return _scope(rules.release, self.kinds).case(index)
+        if self.guide is not None:
+            return generate(LineageChooser(self.guide.lineage(self.seed, index)), rules, self.features)
         if self.connector is None:
             return generate(SeededChooser(case_seed(self.seed, index)), rules, self.features)
         for attempt in count(index * _MOST_ATTEMPTS):
@@ -88,7 +93,8 @@ class Sample(Struct, tag="sample"):
 class Shard:
     """Runs and judges cases, one after the other. run: a scenario's history; effective: the scenario as it is run.
 
-    coverage, num_known (findings of known issues by id) and num_cases sum up what was judged.
+    coverage, num_known (findings of known issues by id) and num_cases sum up what was judged; in a guided campaign seen
+    tells what each case showed (`guidance.bits`).
     """
 
     def __init__(
@@ -105,6 +111,7 @@ class Shard:
         self.coverage = Coverage(rules)
         self.num_known: Counter[str] = Counter()
         self.num_cases = 0
+        self.seen: list[tuple[int, bytes]] = []
 
     def run_case(self, index: int, send: Callable[[CaseReport | Sample], None]) -> None:
         """Runs one case, one in REPEAT_EVERY twice, and sends what is worth more than a count."""
@@ -112,7 +119,7 @@ class Shard:
         size_before = resident_bytes()
         history = self._run(scenario)
         effective = self._effective(scenario)
-        outcome = self.judge(effective, history)
+        outcome = self.judge(index, effective, history)
         if (grown := _lasting_growth(size_before)) > MOST_GROWTH_BYTES:
             outcome.findings += explain_known([_leak(grown)], effective, self.rules)
         if outcome.new_findings:
@@ -123,10 +130,13 @@ class Shard:
                 send(report_of(index, differs, repeat=True))
             send(Sample(index, history))
 
-    def judge(self, scenario: Scenario, history: History) -> Outcome:
-        """Judges and counts one history."""
+    def judge(self, index: int, scenario: Scenario, history: History) -> Outcome:
+        """Judges and counts one case's history."""
         self.num_cases += 1
+        before = self.coverage.numbers() if self.cases.guide is not None else None
         self.coverage.add(scenario, history)
+        if before is not None:
+            self.seen.append((index, bits(self.coverage.numbers() > before)))
         outcome = judge_run(scenario, history, self.rules)
         self.num_known.update(judged.issue.id for judged in outcome.findings if judged.issue is not None)
         return outcome

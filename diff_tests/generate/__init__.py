@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from diff_tests.generate.chooser import Chooser, HypothesisChooser, SeededChooser, case_seed
+from diff_tests.generate.chooser import Chooser, HypothesisChooser, Lineage, LineageChooser, SeededChooser, case_seed
 from diff_tests.generate.draft import FEATURES, Draft
 from diff_tests.generate.drivers import direct_scenario, scheduler_scenario
 from diff_tests.generate.engine import (
@@ -30,6 +30,8 @@ __all__ = [
     "KINDS",
     "Chooser",
     "HypothesisChooser",
+    "Lineage",
+    "LineageChooser",
     "SeededChooser",
     "case_seed",
     "generate",

@@ -38,6 +38,33 @@ class SeededChooser:
         return self._random() < probability
 
 
+Lineage = tuple[int, ...]
+"""What a case is made from: a seed, then one for each change made to it since."""
+
+_CHANGE_RATES = (0.3, 0.1, 0.03)
+
+
+class LineageChooser(SeededChooser):
+    """The choices of a seed, some of which each change makes anew. What is chosen differently may ask for more or fewer
+    choices after it, so that a change may also turn all that follows into something else."""
+
+    def __init__(self, lineage: Lineage) -> None:
+        super().__init__(lineage[0])
+        for seed in lineage[1:]:
+            self._random = _changed(self._random, random.Random(seed).random)
+
+
+def _changed(before: Callable[[], float], change: Callable[[], float]) -> Callable[[], float]:
+    """Draws as before, some of them made anew: few or many, as the change has it."""
+    rate = _CHANGE_RATES[int(change() * len(_CHANGE_RATES))]
+
+    def draw() -> float:
+        value = before()
+        return change() if change() < rate else value
+
+    return draw
+
+
 class HypothesisChooser:
     """Choices drawn by Hypothesis, so that failures shrink. `draw` is what `st.composite` hands over."""
 

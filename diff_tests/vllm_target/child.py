@@ -177,7 +177,7 @@ class _Loop:
             send(wire.CaseBegun(case, index))
             shard.run_case(index, lambda news: send(wire.CasesNews(case, news)))
         coverage = shard.coverage.plain()
-        send(wire.CasesDone(case, shard.num_cases, coverage, dict(shard.num_known), resident_bytes()))
+        send(wire.CasesDone(case, shard.num_cases, coverage, dict(shard.num_known), resident_bytes(), shard.seen))
 
     def _run(self, scenario: Scenario, judged_by: str, defect: str | None, emit: Callable[[Record], None]) -> None:
         try:

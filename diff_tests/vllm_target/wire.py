@@ -166,13 +166,14 @@ class CasesNews(Struct, tag="cases_news"):
 
 class CasesDone(Struct, tag="cases_done"):
     """The cases asked for are through. coverage: what they exercised, as plain data; known: findings by known issue;
-    resident_bytes: of the child's memory."""
+    resident_bytes: of the child's memory; seen: in a guided campaign, what each case showed (`guidance.bits`)."""
 
     case: int
     num_cases: int
     coverage: dict[str, Any]
     known: dict[str, int]
     resident_bytes: int
+    seen: list[tuple[int, bytes]] = []
 
 
 class ConnectorFile(Struct, tag="connector_path"):
