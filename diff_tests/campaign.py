@@ -184,8 +184,7 @@ def prepare_folder(folder: Path) -> None:
 class Campaign:
     """One campaign on a started target, which is the first job; the others are its siblings.
 
-    Files in the run folder are named by seed, so that campaigns may share a folder. Raises FolderInUse and what reading a
-    state raises.
+    Files in the run folder are named by seed, so that campaigns may share a folder. Raises StateError.
     """
 
     def __init__(self, plan: Plan, target: Target, info: TargetInfo) -> None:

@@ -7,6 +7,9 @@ import json
 import os
 import shlex
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +17,7 @@ import pytest
 
 from diff_tests.behaviours import TABLE
 from diff_tests.campaign import CASES_PER_SHARE, Campaign, Plan, Shares, Summary
-from diff_tests.cli import run_cli
+from diff_tests.cli import progress_line, run_cli
 from diff_tests.connector_edits import EDITS
 from diff_tests.failures import load_failure
 from diff_tests.loading import load_scenario
@@ -192,6 +195,36 @@ def test_an_interrupted_campaign_goes_on_where_it_stopped(target: Target, tmp_pa
     assert {f: (r.num_cases, r.first_case) for f, r in resumed.faults.items()} == {
         f: (r.num_cases, r.first_case) for f, r in whole.faults.items()
     }
+
+
+def test_sigterm_ends_with_a_summary_and_the_command_goes_on(target: Target, tmp_path: Path) -> None:
+    words = ["fuzz", "--cases", "100000", "--seed", "1", "--jobs", "2", "--out", str(tmp_path)]
+    process = subprocess.Popen([sys.executable, "-m", "diff_tests.cli", *words], stdout=subprocess.PIPE, text=True)
+    try:
+        while not (tmp_path / "state-1.json").exists():  # written with the first share that is through
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.terminate()
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert f"interrupted; what was found is in {tmp_path}" in " ".join(output.split())
+    ended = json.loads((tmp_path / "summary.json").read_text())
+    assert ended["interrupted"]
+    num_more = ended["cases"] + CASES_PER_SHARE
+    assert run_cli(["fuzz", "--resume", str(tmp_path), "--cases", str(num_more)]) == 0
+    assert json.loads((tmp_path / "summary.json").read_text())["cases"] == num_more
+
+
+def test_progress_says_how_fast_what_was_found_and_how_much_was_seen(target: Target, tmp_path: Path) -> None:
+    target.defect = "leak_reference"
+    summary = _campaign(target, tmp_path, cases=32, max_reduce_seconds=0.1).run()
+    line = progress_line(summary)
+    assert line.startswith(f"32 cases, {32 / summary.seconds:.0f}/s, faults: divergence: ")
+    assert "law 1: 1" in line
+    num_seen = sum(count > 0 for count in summary.coverage.counts.values())
+    assert line.endswith(f", {num_seen} of {len(summary.coverage.counts)} behaviours")
 
 
 def test_shares_cover_every_case_once_also_after_a_restart() -> None:
