@@ -61,6 +61,8 @@ def check_progress(trial: Trial, record: Scheduled | Updated | Acted | End) -> N
     if isinstance(record, Scheduled):
         if record.preempted:
             _check_circles(trial, record)
+        if record.external or trial.loads:
+            _check_loads(trial, record)
     elif isinstance(record, Updated):
         if record.new_tokens and trial.states:
             trial.states.clear()
@@ -68,6 +70,7 @@ def check_progress(trial: Trial, record: Scheduled | Updated | Acted | End) -> N
         _check_end(trial, record.last)
     elif record.action != "run":
         trial.states.clear()  # somebody from outside sent the engine back: no circle of its own
+        trial.loads.clear()
     elif record.result == "stalled" and not trial.replay.waits_for_outside and trial.promises_progress():
         waiting = trial.replay.unfinished()
         message = f"nothing was scheduled any more; unfinished: {', '.join(waiting)}"
@@ -84,6 +87,19 @@ def _check_circles(trial: Trial, record: Scheduled) -> None:
     if trial.states[state] == _NUM_REPEATS and trial.promises_progress():
         message = f"the same state for the {_NUM_REPEATS}rd time without a token gained; preempted: {record.preempted}"
         trial.report("hang", 8, "livelock", message, observed=record.preempted)
+
+
+def _check_loads(trial: Trial, record: Scheduled) -> None:
+    """Whose load has arrived computes a token before it loads again, unless the load failed."""
+    for request in record.scheduled:
+        trial.loads.pop(request, None)
+    for request, num_tokens in record.external.items():
+        if request in record.scheduled or not num_tokens or request in trial.failing:
+            continue
+        trial.loads[request] = trial.loads.get(request, 0) + 1
+        if trial.loads[request] == _NUM_REPEATS:
+            message = f"loads {num_tokens} tokens for the {_NUM_REPEATS}rd time without having computed one in between"
+            trial.report("hang", 8, "loaded_again", message, request=request, observed=num_tokens)
 
 
 def _check_end(trial: Trial, last: object) -> None:

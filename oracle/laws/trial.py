@@ -10,7 +10,7 @@ from oracle.contracts import Contract, KeepsContent, restores_windows
 from oracle.findings import Finding, Kind, place
 from sim.history import Acted, Record, Scheduled, Selections, Start, Updated
 from sim.releases import Rules
-from sim.scenario import Scenario
+from sim.scenario import LoadFailed, Scenario
 from sim.startup import smallest_pool
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ class Trial:
     rows_per_block: kernel blocks in a manager block, by group. layers: names by group. last_sent: the metadata sent last,
     by request. dialogue: the contract's answers so far. drawn: by group, and state tensor if it is
     one, (elements, mean, deviation) of each random fill.
-    states: how often a state came back since a token was gained. wrong_keys: (group, block) of keys that should not be
+    states: how often a state came back since a token was gained. loads: how often a request was granted a load since it was
+    scheduled last; failing: those whose loads the scenario lets fail. wrong_keys: (group, block) of keys that should not be
     linked to it -> why, and who wrote the block; who hits what that one wrote shows the same fault. kept: what
     the connector keeps outside, if any.
     """
@@ -72,6 +73,8 @@ class Trial:
         self.dialogue: Dialogue | None = None
         self.drawn: dict[tuple[int, int | None], list[tuple[int, float, float]]] = {}
         self.states: dict[object, int] = {}
+        self.loads: dict[str, int] = {}
+        self.failing = {step.id for step in scenario.steps if isinstance(step, LoadFailed)}
         self.wrong_keys: dict[tuple[int, int], tuple[str, Stay | None]] = {}
         self.kept: Kept | None = None
         if isinstance(contract, KeepsContent):

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from msgspec.structs import replace
 
 from oracle.laws import LAWS, judge, same_history, sentence
 from oracle.tests.histories import RULES, causes, filled, history_of, scenario, scheduled, verdicts
 from sim.history import Acted, CachedKey, Failure, History, Scheduled, Selection, StateRecord, Updated, Written
 from sim.releases import rules_of
-from sim.scenario import Scenario
+from sim.scenario import LoadFailed, Scenario
 from sim.simulator import Simulator
 
 # Two requests share their first two blocks; the second comes while the first is alive.
@@ -890,6 +891,23 @@ def test_law_8_round_in_circles() -> None:
     assert causes(TIGHT, [*before, *gain, *gain, *gain], 8) == []
     reset: History = [*spin, Acted(step=3, action="reset_prefix_cache")]
     assert causes(TIGHT, [*before, *reset, *reset, *reset], 8) == []  # sent back from outside
+
+
+def test_law_8_a_load_again_and_again() -> None:
+    add = "{add: {id: A, prompt: [[s, 9]], external: 8, load: async}}"
+    case = scenario(
+        "{blocks: 20, max_model_len: 64}", "[{kind: full, block: 4}]", f"[{add}, {{step: 9}}]", "{name: scripted}"
+    )
+    failing = replace(case, steps=(*case.steps, LoadFailed(id="A")))
+    load: History = [Scheduled(step=3, external={"A": 8}), Updated(step=3)]
+    run: History = [Scheduled(step=3, scheduled={"A": 1}), Updated(step=3)]
+    abort: History = [Acted(step=3, action="abort", request="A")]
+    before = history_of(case)[:1]
+    assert causes(case, [*before, *load, *load], 8) == []
+    assert causes(case, [*before, *load, *load, *load], 8) == ["loaded_again"]
+    assert causes(case, [*before, *load, *load, *run, *load], 8) == []
+    assert causes(case, [*before, *load, *load, *abort, *load], 8) == []
+    assert causes(failing, [*before, *load, *load, *load], 8) == []
 
 
 def test_law_8_a_request_that_is_forgotten() -> None:
