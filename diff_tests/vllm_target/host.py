@@ -78,8 +78,10 @@ def _prepare() -> tuple[str, Serve]:
     import vllm
 
     from diff_tests.vllm_target import child, configs
+    from diff_tests.vllm_target.platforms import look_at_models_here
 
     logging.disable(logging.CRITICAL)
+    look_at_models_here()
     configs.warm_up()
     # What lives now lives for good: no collection looks at it again, and children share its pages.
     gc.collect()

@@ -20,3 +20,13 @@ def lacks_kernels(source: Source) -> bool:
     if source.folder is None or (source.folder / "vllm" / "_C.abi3.so").exists():
         return False
     return not has_gpu()
+
+
+def look_at_models_here() -> None:
+    """vLLM looks at a model's class in a process of its own, so that nothing touches a GPU in this one. Without a GPU that
+    is a whole import for nothing."""
+    from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        registry._run_in_subprocess = lambda fn: fn()

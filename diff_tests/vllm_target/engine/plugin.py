@@ -20,7 +20,9 @@ def register() -> None:
     from diff_tests.vllm_target.api_server import CONNECTOR_VARIABLE
     from diff_tests.vllm_target.engine import acts, kernels
     from diff_tests.vllm_target.engine.synthetic import KVOracleForCausalLM
+    from diff_tests.vllm_target.platforms import look_at_models_here
 
+    look_at_models_here()
     ModelRegistry.register_model(SYNTHETIC_ARCHITECTURE, KVOracleForCausalLM)
     # Its kernels compute with them as well, only not at their best.
     attention: Any = CPUAttentionBackend
