@@ -238,9 +238,16 @@ def run(scenario: Path, vllm: str, connector: str | None, as_release: str | None
 
 @cli.command(
     epilog="kvoracle fuzz --minutes 1\nkvoracle fuzz --vllm 0.29.0 --cases 20000 --seed 1 --out my-run\n"
-    "kvoracle fuzz --exhaustive --kinds full,sliding_window"
+    "kvoracle fuzz --vllm all --cases 500000\nkvoracle fuzz --exhaustive --kinds full,sliding_window"
 )
-@_vllm_option
+@click.option(
+    "--vllm",
+    metavar="TARGET",
+    default="current",
+    show_default=True,
+    help="As for `run`; or 'all': the installed vLLM and every release in the cache, one after the other, each with its "
+    "share of the cases or minutes and a folder of its own in the run folder.",
+)
 @_connector_option
 @_as_option
 @click.option("--minutes", metavar="M", type=click.FloatRange(min=0, min_open=True), help="Stop after M minutes of cases.")
@@ -315,8 +322,7 @@ def fuzz(
     that repeats each, what was exercised and what was not. Ctrl-C and SIGTERM keep what was found, and --resume goes on;
     campaigns with different seeds may share a run folder.
     """
-    from diff_tests.campaign import Campaign, Plan, num_cores, prepare_folder
-    from diff_tests.cluster import ClusterError
+    from diff_tests.campaign import Plan, num_cores, prepare_folder
     from diff_tests.report import print_summary
 
     folder = resume or out or Path("kvoracle-runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-fuzz-{_folder_name(vllm)}"
@@ -328,39 +334,62 @@ def fuzz(
         raise InputError("--kinds: only with --exhaustive; generated cases mix all kinds")
     if guided and exhaustive:
         raise InputError("--guided: only for generated cases; the scope of --exhaustive is fixed")
-    seconds = minutes * 60 if minutes is not None else (60.0 if cases is None and not exhaustive else None)
     if resume is not None:
-        plan = _resumed(resume, seed, cases, minutes, jobs)
+        plans = [_resumed(resume, seed, cases, minutes, jobs)]
     else:
+        targets, not_run = _targets(vllm)
+        if not targets:
+            raise InputError("--vllm all: no vLLM is here; fetch one with kvoracle vllm add RELEASE")
+        if not_run:
+            click.echo(f"not cached, so not run: {', '.join(not_run)} (kvoracle vllm add RELEASE)", err=True)
+        seconds = minutes * 60 if minutes is not None else (60.0 if cases is None and not exhaustive else None)
         plan = Plan(
             seed=int(time.time()) if seed is None else seed,
             folder=folder,
             vllm=vllm,
             connector=connector,
             as_release=as_release,
-            cases=cases,
-            seconds=seconds,
+            cases=None
+            if cases is None
+            else max(1, cases // len(targets)),  # rounded down: no target has more than its share
+            seconds=None if seconds is None else seconds / len(targets),
             jobs=jobs or num_cores(),
             guided=guided,
         )
-    plan = replace(plan, ray=ray)
+        plans = [plan] if vllm != "all" else [replace(plan, vllm=t, folder=folder / _folder_name(t)) for t in targets]
+    summaries: list[Summary] = []
+    for plan in plans:
+        plan.folder.mkdir(exist_ok=True)
+        summaries.append(_fuzz(replace(plan, ray=ray), exhaustive, kinds))
+        if not as_json:
+            print_summary(_output(), summaries[-1], coverage)
+        if summaries[-1].interrupted:
+            break
+    found = any(summary.faults for summary in summaries)
+    if as_json:
+        documents = [summary.document() for summary in summaries]
+        together = {"verdict": "fail" if found else "pass", "campaigns": documents}
+        _print_json(together if vllm == "all" else documents[0])
+    if found:
+        return FINDINGS
+    return INTERRUPTED if summaries[-1].interrupted else OK
+
+
+def _fuzz(plan: Plan, exhaustive: bool, kinds: tuple[str, ...] | None) -> Summary:
+    """Runs one campaign, with a progress bar."""
+    from diff_tests.campaign import Campaign
+    from diff_tests.cluster import ClusterError
+
     with _Started(plan.vllm, plan.connector, plan.as_release) as (target, info), _sigterm_interrupts():
         if exhaustive:
             plan = _exhaustive(plan, info.rules, kinds)
         try:
             with _CampaignProgress(plan.cases, plan.seconds) as progress:
-                summary = _target_errors(lambda: Campaign(plan, target, info).run(progress))
+                return _target_errors(lambda: Campaign(plan, target, info).run(progress))  # type: ignore[no-any-return]
         except ClusterError as error:
             raise InputError(str(error)) from None
         except StartError as error:
-            raise StartError(f"{error.message}; what was found until then is in {folder}") from None
-    if as_json:
-        _print_json(summary.document())
-    else:
-        print_summary(_output(), summary, coverage)
-    if summary.faults:
-        return FINDINGS
-    return INTERRUPTED if summary.interrupted else OK
+            raise StartError(f"{error.message}; what was found until then is in {plan.folder}") from None
 
 
 def _resumed(folder: Path, seed: int | None, cases: int | None, minutes: float | None, jobs: int | None) -> Plan:

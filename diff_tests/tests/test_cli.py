@@ -285,6 +285,25 @@ def test_fuzz_then_run_keep_and_replay_what_it_found(tmp_path: Path, capsys: pyt
     assert "FAILED" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("shared_target")
+def test_fuzz_over_all_releases_gives_each_its_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed, old = started().info.version, started("0.29.0").info.version
+    monkeypatch.setattr(cli, "_targets", lambda vllm: (["current", "0.29.0"], ["0.33.0"]))
+    code, document = _json(capsys, "fuzz", "--vllm", "all", "--cases", "61", "--seed", "1", "--out", str(tmp_path))
+    assert code == 1, "0.29.0 has faults"
+    assert document["verdict"] == "fail"
+    campaigns = document["campaigns"]
+    assert [campaign["target"]["vllm"] for campaign in campaigns] == [installed, old]
+    assert [campaign["cases"] for campaign in campaigns] == [30, 30]
+    assert [campaign["verdict"] for campaign in campaigns] == ["pass", "fail"]
+    assert all((tmp_path / name / "summary-1.json").is_file() for name in ("current", "0.29.0"))
+    monkeypatch.setattr(cli, "_targets", lambda vllm: ([], ["0.33.0"]))
+    assert cli.run_cli(["fuzz", "--vllm", "all", "--out", str(tmp_path)]) == 2
+    assert "vllm add" in capsys.readouterr().err
+
+
 def test_vllm_list_names_every_release_with_rules(capsys: pytest.CaptureFixture[str]) -> None:
     code, document = _json(capsys, "vllm", "list")
     assert code == 0
