@@ -13,6 +13,7 @@ from diff_tests.report import headline
 from diff_tests.vllm_target.target import TargetInfo
 
 _LABELS = {"new failure": "NEW", "fixed": "FIXED", "known": "KNOWN", "same": "SAME", None: "CHANGE"}
+_BOTH = ("known", "same")  # what says nothing about head
 _ORDER = ("new failure", "fixed", "same", "known")
 MOST_SHOWN = 10
 
@@ -74,7 +75,8 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "headline": first and f"{headline(first)}: {first.message}",
         "error": candidate.error,
         "cases": candidate.num_cases,
-        "findings": [_entry(entry) for entry in entries(candidate)],
+        "findings": [_entry(entry) for entry in entries(candidate) if entry.word not in _BOTH],
+        "known": [_entry(entry) for entry in entries(candidate) if entry.word in _BOTH],
     }
 
 
@@ -118,12 +120,19 @@ def _print_candidate(console: Console, candidate: Candidate) -> None:
     if candidate.error is not None:
         return _say(console, f"{candidate.name}: error: {candidate.error}")
     first = candidate.headline
-    _say(console, f"{candidate.name}: {candidate.verdict}" + (f": {first.message}" if first else ""))
-    shown = [*entries(candidate), *candidate.changes.values()]
+    shown = [entry for entry in entries(candidate) if entry.word not in _BOTH] + [*candidate.changes.values()]
+    word = candidate.verdict if shown else "same"
+    _say(console, f"{candidate.name}: {word}" + (f": {first.message}" if first else ""))
     for entry in shown[:MOST_SHOWN]:
         _print_entry(console, entry)
     if len(shown) > MOST_SHOWN:
         _say(console, f"  ... and {len(shown) - MOST_SHOWN} more; --json has them all")
+    for entry in entries(candidate):
+        if entry.word == "same":
+            _print_entry(console, entry)
+    issues = dict.fromkeys(entry.known_issue for entry in entries(candidate) if entry.word == "known")
+    if issues:
+        _say(console, f"  KNOWN  {', '.join(str(issue) for issue in issues)}; see `kvoracle issues`")
     return None
 
 

@@ -38,22 +38,24 @@ class Weighed(NamedTuple):
 def weigh(base: Ran, head: Ran) -> list[Weighed]:
     """The verdict on each finding: those of head in the order in which they count, then what base alone shows.
 
-    known: a known issue that base has as well. same: base shows the fault in this case too. What base cannot show,
-    because it broke off before, is not held against head if base's release has the known issue. In a case with a new
-    failure nothing counts as fixed: head may just not get there.
+    known: a known issue that base has as well, or that head has as an unmodified release. same: base shows the fault in
+    this case too. What base cannot show, because it broke off before, is not held against head if base's release has the
+    known issue. In a case with a new failure nothing counts as fixed: head may just not get there.
     """
     are_releases = base.is_release and head.is_release
     ours, theirs = findings_of(head, are_releases), findings_of(base, are_releases)
     base_faults = {judged.finding.fault for judged in theirs}
     head_faults = {judged.finding.fault for judged in ours}
-    weighed = [Weighed(_word(judged, judged.finding.fault in base_faults, base.rules), judged) for judged in ours]
+    may_know = {base.rules.release, *((head.rules.release,) if head.is_release else ())}
+    weighed = [Weighed(_word(judged, judged.finding.fault in base_faults, may_know), judged) for judged in ours]
     if not head.broke_off and all(w.word != "new failure" for w in weighed):
         weighed += [Weighed("fixed", j) for j in theirs if j.finding.fault not in head_faults and not _is_refusal(base)]
     return weighed
 
 
-def _word(judged: Judged, is_in_base: bool, base_rules: Rules) -> Word:
-    if judged.issue is not None and (is_in_base or base_rules.release in judged.issue.releases):
+def _word(judged: Judged, is_in_base: bool, releases: set[str]) -> Word:
+    """releases: those whose known issues are not held against head."""
+    if judged.issue is not None and (is_in_base or not releases.isdisjoint(judged.issue.releases)):
         return "known"
     return "same" if is_in_base else "new failure"
 
