@@ -88,9 +88,10 @@ def test_what_is_right_is_seen_at_a_glance(memory, monkeypatch):
     assert {entry.state for entry in check.verify([ids, []])} == {"filled"}
 
 
-def test_groups_that_write_different_values_into_one_block(by_stretches):
+@pytest.mark.parametrize("device", DEVICES)
+def test_groups_that_write_different_values_into_one_block(device, by_stretches):
     """The later one stays."""
-    buffer = torch.zeros(64 * 4096, dtype=torch.int8)
+    buffer = torch.zeros(64 * 4096, dtype=torch.int8, device=device)
     elements = buffer.view(torch.bfloat16).view(64, 2048)
     zero = FillValue(encode(0.0, "raw"), "raw")
     check = FillCheck(buffer, [LayerView(0, "a", elements), LayerView(1, "b", elements)], [MEAN, zero], 1 << 14)
@@ -100,3 +101,55 @@ def test_groups_that_write_different_values_into_one_block(by_stretches):
     assert ("b", "filled") in wrong
     elements[5] = 0.015
     assert ("b", "wrong_value") in {(entry.layer, entry.state) for entry in check.verify([[5], [5]])}
+
+
+FORMATS = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+def _one_layer(device, name):
+    """64 blocks of 1,024 elements, and the same as numbers."""
+    buffer = torch.zeros(64 * 1024 * FORMATS[name].itemsize, dtype=torch.uint8, device=device)
+    return buffer, buffer.view(FORMATS[name]).view(64, 1024)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_device_writes_each_format_as_it_is_encoded(device, name):
+    buffer, elements = _one_layer(device, name)
+    check = FillCheck(buffer, [LayerView(0, "a", elements)], [FillValue(encode(0.015, name), name)], 1 << 14)
+    check.paint()
+    elements[7] = torch.full((1024,), 0.015, device=device).to(FORMATS[name])
+    (entry,) = check.verify([[7]])
+    assert (entry.state, entry.blocks) == ("filled", [7])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_that_a_device_draws(device, name):
+    buffer, elements = _one_layer(device, name)
+    value = FillValue(b"", name, mean=0.5, std=0.25)
+    check = FillCheck(buffer, [LayerView(0, "a", elements)], [value], 1 << 14)
+    check.paint()
+    elements[3:9] = torch.normal(0.5, 0.25, (6, 1024), device=device).to(FORMATS[name])
+    (entry,) = check.verify([[3, 4, 5, 6, 7, 8]])
+    assert (entry.state, entry.blocks) == ("filled", [3, 4, 5, 6, 7, 8])
+    assert entry.mean == pytest.approx(0.5, abs=0.03)
+    assert entry.std == pytest.approx(0.25, abs=0.03)
+    check.paint()
+    elements[3] = torch.full((1024,), float("nan"), device=device).to(FORMATS[name])
+    assert {entry.state for entry in check.verify([[3, 4]])} >= {"wrong_value", "unwritten"}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_paint_is_small_numbers(device, name):
+    """An engine that reads paint goes on computing."""
+    buffer, elements = _one_layer(device, name)
+    FillCheck(buffer, [LayerView(0, "a", elements)], [FillValue(encode(0.015, name), name)]).paint()
+    assert float(elements.float().abs().max()) < 2

@@ -45,6 +45,10 @@ _NAN_BYTES = (0x7F, 0xFF)
 """Paint under random fills: in float16 and fp8 every element of these bytes is NaN, in bfloat16 and float32 it is NaN
 or a number of 1e38, so that no drawn value can equal it."""
 
+_SMALL_BYTES = tuple(byte for byte in range(256) if not byte & 0x40)
+"""Paint under constant fills: elements of these bytes are numbers below 2 in every format, so that an engine which reads
+paint in place of what its cache held goes on computing with numbers."""
+
 _TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -457,7 +461,7 @@ def _paint_tile(values: Sequence[FillValue], widest: int, device: torch.device) 
         period = _period(_NAN_BYTES, device)
     else:
         written = {byte for value in values for byte in value.element}
-        period = _period(tuple(byte for byte in range(256) if byte not in written), device)
+        period = _period(tuple(byte for byte in _SMALL_BYTES if byte not in written), device)
     copies = -(-(widest + _PAINT_PERIOD) // _PAINT_PERIOD)  # rounds up
     return period.repeat(copies)
 

@@ -945,7 +945,9 @@ class Layer:
         ratio = self.rows_per_block
         rows = [block * ratio + i for block in blocks for i in range(ratio)]
         index = torch.tensor(rows, dtype=torch.long, device=self.cache.device)
-        return self.cache.index_select(0, index).contiguous().view(torch.uint8).reshape(len(blocks), -1)
+        # As integers of the same size, which every device can pick; not all can pick every kind of number.
+        whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[self.cache.element_size()]
+        return self.cache.view(whole).index_select(0, index).contiguous().view(torch.uint8).reshape(len(blocks), -1)
 
 
 class Memory:

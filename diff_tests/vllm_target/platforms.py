@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import subprocess
+import sys
 
 from diff_tests.vllm_target.releases import Source
 
@@ -20,6 +23,15 @@ def lacks_kernels(source: Source) -> bool:
     if source.folder is None or (source.folder / "vllm" / "_C.abi3.so").exists():
         return False
     return not has_gpu()
+
+
+@functools.cache
+def device_of_vllm() -> str:
+    """What the installed vLLM computes on, in torch's word. A process of its own asks, in which vLLM may do as it likes."""
+    code = "from vllm.platforms import current_platform; print(current_platform.device_type)"
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    return done.stdout.split()[-1]
 
 
 def look_at_models_here() -> None:

@@ -105,7 +105,7 @@ def test_no_byte_of_the_paint_equals_a_fill_value(memory_and_check: tuple[Memory
     made, _ = memory_and_check
     painted = set(made.buffer.view(torch.uint8).tolist())
     assert not painted & {0x76, 0x3C, 0x00}
-    assert len(painted) > 200  # it says where it is
+    assert len(painted) > 120  # it says where it is
 
 
 def test_unwritten_blocks(memory_and_check: tuple[Memory, FillCheck]) -> None:

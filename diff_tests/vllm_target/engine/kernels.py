@@ -20,11 +20,9 @@ _library: Any = None  # what it defines lives as long as it does
 
 
 def stand_in() -> None:
-    """Defines what an engine calls of them though its model computes nothing. Done again, it changes nothing."""
-    from vllm.platforms import current_platform
-
+    """Defines what an engine on a CPU calls of them though its model computes nothing. Done again, it changes nothing."""
     global _library
-    if _library is not None or not current_platform.is_cpu() or importlib.util.find_spec("vllm._C") is not None:
+    if _library is not None or importlib.util.find_spec("vllm._C") is not None:
         return
     import torch
 

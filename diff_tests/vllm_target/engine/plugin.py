@@ -9,11 +9,10 @@ from typing import Any
 
 
 def register() -> None:
-    """Makes the synthetic model known, lets attention on a CPU take blocks of 16 tokens, has the worker tell what it does,
-    puts the connector in place."""
+    """Makes the synthetic model known, steps around what a CPU cannot compute, has the worker tell what it does, puts the
+    connector in place."""
     from vllm.model_executor.models.registry import ModelRegistry
-    from vllm.v1.attention.backend import MultipleOf
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.platforms import current_platform
 
     from diff_tests.e2e.models import SYNTHETIC_ARCHITECTURE
     from diff_tests.vllm_target import connectors
@@ -24,14 +23,22 @@ def register() -> None:
 
     look_at_models_here()
     ModelRegistry.register_model(SYNTHETIC_ARCHITECTURE, KVOracleForCausalLM)
-    # Its kernels compute with them as well, only not at their best.
-    attention: Any = CPUAttentionBackend
-    attention.get_supported_kernel_block_sizes = staticmethod(lambda kv_cache_spec=None: [MultipleOf(16)])
-    _let_mamba2_prefill()
-    _let_ranks_share_a_context()
-    kernels.stand_in()
+    if current_platform.is_cpu():
+        _let_attention_take_small_blocks()
+        _let_mamba2_prefill()
+        _let_ranks_share_a_context()
+        kernels.stand_in()
     acts.watch()
     connectors.install(os.environ.get(CONNECTOR_VARIABLE))
+
+
+def _let_attention_take_small_blocks() -> None:
+    """Blocks of 16 tokens: its kernels on a CPU compute with them as well, only not at their best."""
+    from vllm.v1.attention.backend import MultipleOf
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    attention: Any = CPUAttentionBackend
+    attention.get_supported_kernel_block_sizes = staticmethod(lambda kv_cache_spec=None: [MultipleOf(16)])
 
 
 def _let_mamba2_prefill() -> None:
@@ -42,10 +49,9 @@ def _let_mamba2_prefill() -> None:
     What states hold is not judged here, so neither needs to be right.
     """
     from vllm.model_executor.layers.mamba import mamba_mixer2
-    from vllm.platforms import current_platform
 
     mixer: Any = mamba_mixer2
-    if current_platform.is_cpu() and hasattr(mixer, "store_prefill_checkpoint"):
+    if hasattr(mixer, "store_prefill_checkpoint"):
         mixer.mamba_chunk_scan_combined_varlen = _by_chunk(mixer.mamba_chunk_scan_combined_varlen)
         mixer.store_prefill_checkpoint = lambda *_, **__: None
 
@@ -53,11 +59,8 @@ def _let_mamba2_prefill() -> None:
 def _let_ranks_share_a_context() -> None:
     """Lets decode context parallelism run on a CPU: no kernel there works out the slots of a rank's tokens. Only a model
     that computes nothing gets that far, and it reads no slots."""
-    from vllm.platforms import current_platform
     from vllm.v1.worker.block_table import BlockTable
 
-    if not current_platform.is_cpu():
-        return
     table: Any = BlockTable
     compute = table.compute_slot_mapping
 
