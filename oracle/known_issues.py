@@ -26,7 +26,8 @@ from oracle.findings import Finding
 from oracle.values import clamp
 from sim.geometry import FULL_LIKE, block_sizes, effective_block_size, has_partial_hits
 from sim.releases import Rules
-from sim.scenario import Add, AnyGroup, ChunkedLocal, Mamba, Scenario
+from sim.scenario import Add, AnyGroup, ChunkedLocal, Mamba, Scenario, SlidingWindow, SlidingWindowMLA
+from sim.speculation import num_lookahead
 from sim.startup import smallest_pool
 
 Value = bool | str | list[str] | dict[str, bool | str | list[str]]
@@ -207,6 +208,13 @@ def _drafts_over_promise(subject: _Subject, wanted: Value) -> bool:
     return _pool_lacks(subject, sum(math.ceil(most / size) for size in sizes)) == wanted
 
 
+def _lookahead_over_promise(subject: _Subject, wanted: Value) -> bool:
+    engine = subject.scenario.engine
+    windows = [g for g in subject.scenario.groups if isinstance(g, (SlidingWindow, SlidingWindowMLA, ChunkedLocal))]
+    sizes = [effective_block_size(group, engine.dcp, subject.rules) for group in windows]
+    return _pool_lacks(subject, sum(math.ceil(num_lookahead(engine) / size) for size in sizes)) == wanted
+
+
 def _salt_names_an_adapter(subject: _Subject, wanted: Value) -> bool:
     adds = [step for step in subject.scenario.steps if isinstance(step, Add)]
     shared = {add.salt for add in adds} & {add.lora for add in adds} - {None}
@@ -247,6 +255,7 @@ _WHERE: dict[str, Callable[[_Subject, Value], bool]] = {
     "states_over_promise": _states_over_promise,  # the pool may lack blocks for states that a step in flight reads
     "loads_later": _loads_later,  # some request's external tokens arrive after the step that grants them
     "drafts_over_promise": _drafts_over_promise,  # the pool may lack the blocks that are set aside for drafts
+    "lookahead_over_promise": _lookahead_over_promise,  # the pool may lack slots behind a step's tokens, in windows
     "fill_out_of_range": _fill_out_of_range,  # some group's memory, as it is stored, cannot take the fill unencoded
     "salt_names_an_adapter": _salt_names_an_adapter,  # a request's cache salt is the name of another's LoRA adapter
 }

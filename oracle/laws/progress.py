@@ -80,7 +80,8 @@ def check_progress(trial: Trial, record: Scheduled | Updated | Acted | End) -> N
 def _check_circles(trial: Trial, record: Scheduled) -> None:
     replay = trial.replay
     if replay.loads_under_way:
-        return  # the blocks that a load holds come back with it
+        trial.states.clear()  # the blocks that a load holds come back with it: no circle of the engine's own
+        return
     computed = tuple((stay.request, stay.num_computed) for stay in replay.stays.values())
     state = (computed, tuple(record.scheduled.items()), tuple(record.preempted), tuple(replay.free or ()))
     trial.states[state] = trial.states.get(state, 0) + 1

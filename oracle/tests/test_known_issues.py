@@ -273,6 +273,26 @@ def test_pools_without_blocks_for_drafts(release: str, drafts: str, groups: str,
         assert fits == (blocks < promised + num_more)
 
 
+@pytest.mark.parametrize(
+    ("drafts", "groups", "promised", "num_more"),
+    [
+        ("null", "{kind: sliding_window, block: 4, window: 4}", 7, 0),
+        ("{method: ngram, tokens: 5}", "{kind: sliding_window, block: 4, window: 4}", 7, 0),  # writes nothing itself
+        ("{method: eagle, tokens: 5}", "{kind: sliding_window, block: 4, window: 4}", 7, 2),
+        ("{method: eagle, tokens: 4}", "{kind: sliding_window, block: 4, window: 4}, {kind: full, block: 32}", 9, 1),
+        ("{method: eagle, tokens: 4}", "{kind: full, block: 4}", 17, 0),
+    ],
+)
+def test_pools_without_slots_behind_a_window(drafts: str, groups: str, promised: int, num_more: int) -> None:
+    issue = entry("where = { lookahead_over_promise = true }")
+    for blocks in range(promised, promised + 4):
+        engine = f"{{blocks: {blocks}, max_model_len: 64, max_num_batched_tokens: 16, speculative: {drafts}}}"
+        fits = explains(
+            issue, finding(group=None), scenario(engine, f"[{groups}]", "[{step: 1}]", "null"), rules_of("0.30.0")
+        )
+        assert fits == (blocks < promised + num_more)
+
+
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_loads_that_arrive_later(load: str) -> None:
     add = f"{{add: {{id: A, prompt: [[a, 9]], max_tokens: 1, external: 8, load: {load}}}}}"

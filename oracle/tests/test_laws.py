@@ -893,6 +893,18 @@ def test_law_8_round_in_circles() -> None:
     assert causes(TIGHT, [*before, *reset, *reset, *reset], 8) == []  # sent back from outside
 
 
+def test_law_8_a_load_in_between_breaks_the_circle() -> None:
+    add = "{add: {id: A, prompt: [[s, 9]], external: 8, load: async}}"
+    case = scenario(
+        "{blocks: 20, max_model_len: 64}", "[{kind: full, block: 4}]", f"[{add}, {{step: 9}}]", "{name: scripted}"
+    )
+    spin: History = [Scheduled(step=3, preempted=["C"]), Updated(step=3)]
+    loading: History = [Scheduled(step=3, preempted=["C"], external={"A": 8}, tables={"A": [[1, 2]]}), Updated(step=3)]
+    before = history_of(case)[:1]
+    assert causes(case, [*before, *spin, *spin, *spin], 8) == ["livelock"]
+    assert causes(case, [*before, *spin, *spin, *loading, *spin], 8) == []
+
+
 def test_law_8_a_load_again_and_again() -> None:
     add = "{add: {id: A, prompt: [[s, 9]], external: 8, load: async}}"
     case = scenario(
