@@ -23,7 +23,7 @@ from sim.manager import KVCacheManager
 from sim.pool import PredictedError
 from sim.releases import Rules
 from sim.request import Request
-from sim.scenario import Add, Mamba, Scenario, ScenarioError, Tokens
+from sim.scenario import Add, Mamba, Scenario, ScenarioError, SlidingWindowMLA, Tokens
 
 
 class Link(NamedTuple):
@@ -296,13 +296,22 @@ class Lookups:
         words = f"{hit} of {limit + 1} tokens are hit"
         limiting = [part.group for part in groups if part.limits]
         if found != hit:
-            words += f" (the lookup alone gives {found})"
+            words += f" (the lookup alone gives {found}{self._why_less(hit, found)})"
         if len(groups) > 1 and len(limiting) == len(groups):
             words += "; no group has more"
         elif limiting and len(groups) > 1:
             several = len(limiting) > 1
             words += f"; group{'s' if several else ''} {names(list(map(str, limiting)))} limit{'' if several else 's'} it"
         return words
+
+    def _why_less(self, hit: int, found: int) -> str:
+        """Why less is granted than is found."""
+        windows = [g.window for g in self._scenario.groups if isinstance(g, SlidingWindowMLA) and g.bounded_replay]
+        if hit == 0 and found <= max(windows, default=0):
+            return f", but the {max(windows)} tokens before the end of a hit are computed anew: there would be none left"
+        if hit < found and self._scenario.connector is not None:
+            return ", cut back to whole blocks as external tokens follow"
+        return ""
 
     # -- requests ------------------------------------------------------------------------------------------------------
 

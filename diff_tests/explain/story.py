@@ -149,7 +149,11 @@ class Story:
             if request in self._blocks.tables:
                 continue  # it held the blocks of its load already
             earlier = _scheduled_before(record, request)
-            theirs = {block for name in earlier for table in (state.tables or {}).get(name, ()) for block in table}
+            tables = state.tables or {}
+            theirs = {block for name in earlier for table in tables.get(name, ()) for block in table}
+            others = {block for name in tables if name not in earlier for table in tables[name] for block in table}
+            # A state that a request goes on from is copied, and its key moves to the copy, which stands in no table.
+            theirs |= {target for source, target in record.copies if source in theirs and target not in others}
             links = set(self._blocks.links)
             links.difference_update(link for link in gone if link.block in theirs)
             links.update(link for link in come if link.block in theirs)

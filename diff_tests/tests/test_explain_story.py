@@ -7,7 +7,9 @@ import pytest
 from diff_tests.explain.blocks import Place
 from diff_tests.explain.lookups import GroupLookup, Lookup
 from diff_tests.explain.story import Story
+from diff_tests.run import predict
 from diff_tests.tests.explain_cases import prefix_case, story_of
+from oracle.contracts import contract_for
 from oracle.tests.histories import RULES, history_of, scenario
 from sim.history import History, Scheduled, Start
 from sim.releases import RELEASES
@@ -248,6 +250,31 @@ def test_keys_of_requests_scheduled_before_in_the_same_step_count():
     assert _lookup(story, "B").hit == 32
 
 
+def test_a_key_moves_to_the_copy_of_a_state_before_the_next_lookup_of_the_step():
+    """E goes on from its state after 36 tokens, which is copied first, and F finds the copy in the same step."""
+    state = "{kind: mamba, block: 8, mode: align, checkpoint_blocks: 1, checkpoint_alignment: 1}"
+    case = scenario(
+        "{blocks: 40, max_model_len: 64, prefix_match_unit: 2}",
+        f"[{state}, {state}]",
+        "[{add: {id: E, prompt: [[s, 36]], max_tokens: 13}}, {step: 1},"
+        " {add: {id: F, prompt: [[s, 36], [f, 17]], max_tokens: 2}}, {step: 1}]",
+    )
+    rules = RELEASES["0.29.0"]
+    history = predict(case, rules)
+    assert history is not None
+    lookup = _lookup(Story(case, history, rules, contract_for(case, rules)), "F")
+    assert (lookup.hit, lookup.found) == (32, 36)
+    cut = "(the lookup alone gives 36, cut back to whole blocks as external tokens follow)"
+    assert lookup.words == f"32 of 53 tokens are hit {cut}; no group has more"
+
+
+def test_a_hit_that_would_be_computed_anew_is_not_taken():
+    groups = "[{kind: sliding_window_mla, block: 4, window: 17, bounded_replay: true}, {kind: full, block: 8}]"
+    lookup = _lookup(_after("prompt: [[a, 17]]", "prompt: [[a, 22]]", groups), "B")
+    assert (lookup.hit, lookup.found) == (0, 16)
+    assert "but the 17 tokens before the end of a hit are computed anew: there would be none left" in lookup.words
+
+
 def test_a_reset_is_a_fate():
     story = _plain(
         "{blocks: 100, max_model_len: 512}",
@@ -306,8 +333,6 @@ def test_where_nothing_is_looked_up(engine: str, consumer: str, words: str):
 
 def test_every_lookup_of_the_corpus_agrees_with_the_hit_that_was_granted():
     from diff_tests.corpus import CORPUS, find_cases
-    from diff_tests.run import predict
-    from oracle.contracts import contract_for
 
     num_lookups = 0
     for case in find_cases([CORPUS]):
