@@ -469,14 +469,13 @@ class Shares:
         self._changed = threading.Condition()
         self._num_open: int | None = None
         self._next = 0
-        self._done: set[int] = set()  # first cases of shares
+        self._done: dict[int, int] = {}  # by the first case of a share: the case before which all of it are through
 
     @property
     def done(self) -> list[Share]:
         """The cases that are through, as ranges."""
         ranges: list[list[int]] = []
-        for start in sorted(self._done):
-            stop = self._stop(start)
+        for start, stop in sorted(self._done.items()):
             if ranges and ranges[-1][1] == start:
                 ranges[-1][1] = stop
             else:
@@ -484,13 +483,13 @@ class Shares:
         return [(start, stop) for start, stop in ranges]
 
     def restore(self, done: list[Share]) -> None:
-        """Takes these cases as through. A share that is through in part only is done again."""
+        """Takes these cases as through."""
         for start, stop in done:
-            self._done.update(s for s in range(start, stop, CASES_PER_SHARE) if self._stop(s) <= stop)
+            self._done.update((s, min(s + CASES_PER_SHARE, stop)) for s in range(start, stop, CASES_PER_SHARE))
 
     def is_done(self, case: int) -> bool:
-        """Whether the case's share is through."""
-        return case // CASES_PER_SHARE * CASES_PER_SHARE in self._done  # floor: the share's first case
+        """Whether the case is through."""
+        return case < self._done.get(_share_start(case), 0)
 
     def open_until(self, num_open: int) -> None:
         """From now on the cases before this number can be had."""
@@ -501,11 +500,10 @@ class Shares:
     def take(self, timeout_s: float = 0.0) -> Share | None:
         """The next share; None after the last, or where it cannot be had within that time."""
         with self._changed:
-            self._changed.wait_for(self._can_take, timeout_s)
-            start = self._next
-            if self._is_after_last(start) or not self._can_take():
+            if not self._changed.wait_for(self._can_take, timeout_s) or self._is_after_last():
                 return None
-            self._next += CASES_PER_SHARE
+            start = self._next
+            self._next = _share_start(start) + CASES_PER_SHARE
             return start, self._stop(start)
 
     @property
@@ -513,27 +511,33 @@ class Shares:
         """Whether there is a share that nobody has taken."""
         with self._changed:
             self._skip_done()
-            return not self._is_after_last(self._next)
+            return not self._is_after_last()
 
     def _can_take(self) -> bool:
         """Whether `take` need not wait."""
         self._skip_done()
-        return self._num_open is None or self._next < self._num_open or self._is_after_last(self._next)
+        return self._num_open is None or self._next < self._num_open or self._is_after_last()
 
     def _skip_done(self) -> None:
-        while self._next in self._done:
-            self._next += CASES_PER_SHARE
+        """Goes on to the next case that nobody has taken. A share is through in part where the bound was another."""
+        while self._next < (stop := self._done.get(_share_start(self._next), 0)):
+            self._next = stop
 
-    def _is_after_last(self, start: int) -> bool:
-        return self._num_cases is not None and start >= self._num_cases
+    def _is_after_last(self) -> bool:
+        return self._num_cases is not None and self._next >= self._num_cases
 
     def finish(self, share: Share) -> None:
         """The share is through."""
-        self._done.add(share[0])
+        self._done[_share_start(share[0])] = share[1]
 
     def _stop(self, start: int) -> int:
-        stop = start + CASES_PER_SHARE
+        stop = _share_start(start) + CASES_PER_SHARE
         return stop if self._num_cases is None else min(stop, self._num_cases)
+
+
+def _share_start(case: int) -> int:
+    """The first case of a case's share."""
+    return case // CASES_PER_SHARE * CASES_PER_SHARE  # floor
 
 
 class Crew:

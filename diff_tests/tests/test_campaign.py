@@ -243,6 +243,36 @@ def test_shares_cover_every_case_once_also_after_a_restart() -> None:
     assert not later.is_done(CASES_PER_SHARE)
 
 
+def test_shares_go_on_inside_one_where_the_bound_was_another() -> None:
+    shares = Shares(CASES_PER_SHARE + 8)
+    while (share := shares.take()) is not None:
+        shares.finish(share)
+    assert shares.done == [(0, CASES_PER_SHARE + 8)]
+    later = Shares(3 * CASES_PER_SHARE)
+    later.restore(shares.done)
+    assert later.is_done(CASES_PER_SHARE + 7)
+    assert not later.is_done(CASES_PER_SHARE + 8)
+    taken = []
+    while (share := later.take()) is not None:
+        taken.append(share)
+        later.finish(share)
+    assert taken == [(CASES_PER_SHARE + 8, 2 * CASES_PER_SHARE), (2 * CASES_PER_SHARE, 3 * CASES_PER_SHARE)]
+    assert later.done == [(0, 3 * CASES_PER_SHARE)]
+    fewer = Shares(20)
+    fewer.restore(shares.done)
+    assert not fewer.are_left
+
+
+def test_shares_that_are_not_open_yet_cannot_be_had() -> None:
+    shares = Shares(100)
+    shares.open_until(CASES_PER_SHARE)
+    assert shares.take() == (0, CASES_PER_SHARE)
+    assert shares.take(timeout_s=0.01) is None
+    assert shares.are_left
+    shares.open_until(2 * CASES_PER_SHARE)
+    assert shares.take() == (CASES_PER_SHARE, 2 * CASES_PER_SHARE)
+
+
 def test_a_full_disk_loses_nothing_that_was_found(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target.defect = "leak_reference"
 
