@@ -62,8 +62,9 @@ def _num_readers(replay: Replay, written: Entry) -> int:
 def check_content(trial: Trial, record: Scheduled | Updated) -> None:
     """Law 3. What a request finds is judged when it comes to it, what others do to it when they do it."""
     replay = trial.replay
+    copied_from = {target: source for source, target in record.copies} if isinstance(record, Scheduled) else {}
     for entry, content in replay.hits:
-        _check_hit(trial, entry, content)
+        _check_hit(trial, entry, content, copied_from.get(entry.block, entry.block))
     for stay, index, position, num_computed in replay.nulls:
         group = replay.groups[index]
         if not group.may_be_null(position, num_computed, stay.num_prompt):
@@ -93,23 +94,24 @@ def check_content(trial: Trial, record: Scheduled | Updated) -> None:
         _check_key(trial, group_index, request_index, num_tokens, block)
 
 
-def _check_hit(trial: Trial, entry: Entry, content: Content | None) -> None:
-    """The block must hold the request's own prefix, as far as its local tokens go."""
+def _check_hit(trial: Trial, entry: Entry, content: Content | None, found: int) -> None:
+    """The block must hold the request's own prefix, as far as its local tokens go. found: the block that the lookup found,
+    which may have been copied into the entry's."""
     replay = trial.replay
     stay = entry.stay
     group = replay.groups[entry.group]
     end = stay.num_local if group.holds_states else min((entry.position + 1) * group.block_size, stay.num_local)
     if not holds(trial, content, entry.group, entry.position, stay.request_index, end):
         start = entry.position * replay.groups[entry.group].block_size
-        found = replay.describe(entry.block, content) if content is not None else "holds nothing that was written"
-        message = f"position {entry.position}: block {entry.block} hit for {token_range(start, end)}, but it {found}"
-        _report_entry(trial, "content", 3, _hit_cause(trial, entry, content, end), entry, message)
+        held = replay.describe(entry.block, content) if content is not None else "holds nothing that was written"
+        message = f"position {entry.position}: block {entry.block} hit for {token_range(start, end)}, but it {held}"
+        _report_entry(trial, "content", 3, _hit_cause(trial, entry, content, end, found), entry, message)
 
 
-def _hit_cause(trial: Trial, entry: Entry, content: Content | None, num_tokens: int) -> str:
-    """Why a block is hit that does not hold the first `num_tokens` tokens: its key was wrong from the start, or a load
-    failed that was to bring them and who was to compute them instead has left."""
-    key_cause, writer = trial.wrong_keys.get((entry.group, entry.block), (None, None))
+def _hit_cause(trial: Trial, entry: Entry, content: Content | None, num_tokens: int, found: int) -> str:
+    """Why a block is hit that does not hold the first `num_tokens` tokens: the key of the block that was found was wrong
+    from the start, or a load failed that was to bring them and who was to compute them instead has left."""
+    key_cause, writer = trial.wrong_keys.get((entry.group, found), (None, None))
     if key_cause and writer is _writer(content):
         return f"hit_{key_cause}"
     if content is None:

@@ -300,6 +300,21 @@ def test_law_3_states_of_right_drafts(accepted: int) -> None:
     assert found == ([("drafted_state_key", 3, [0])] if accepted == 6 else [])
 
 
+def test_law_3_a_wrong_key_is_the_cause_where_what_it_found_is_copied() -> None:
+    """A state is found in the middle of a block and copied into the request's own."""
+    case = scenario(
+        "{blocks: 10, policy: priority, prefix_match_unit: 2, reserve_full_isl: false}",
+        "[{kind: full, block: 8}, {kind: mamba, block: 4, mode: align}]",
+        "[{add: {id: A, prompt: [[p0, 31]], max_tokens: 1, external: 15, load: async}}, {step: 1}, {load_done: A}, "
+        "{add: {id: B, prompt: [[p0, 31]], max_tokens: 1, external: 23}}, {step: 6}]",
+        "{name: scripted}",
+    )
+    history = history_of(case)
+    found = [(f.cause, f.step, f.group, f.observed) for f in verdicts(case, history)]
+    assert found == [("uncomputed_key", 4, 1, 7), ("hit_uncomputed_key", 7, 1, 9)]
+    assert (7, 9) in [tuple(copy) for copy in scheduled(history, 7).copies]
+
+
 def test_law_3_keys_of_tokens_that_a_preemption_took_back() -> None:
     """vLLM does so itself, and the model with it. Keys of tokens that were computed are none of that."""
     findings = verdicts(TAKEN_BACK, history_of(TAKEN_BACK))
