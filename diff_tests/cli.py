@@ -579,7 +579,11 @@ def _case_to_explain(
         return recorded_case(target.effective(value), observed, info.rules, f"vLLM {info.version}")
 
 
-@cli.command(name="reduce", epilog="kvoracle reduce big.yaml --vllm 0.29.0 -o small.yaml")
+@cli.command(
+    name="reduce",
+    epilog="kvoracle reduce big.yaml --vllm 0.29.0 -o small.yaml\n"
+    "kvoracle reduce big.yaml --connector my_connector.py --seconds 10",
+)
 @click.argument("scenario", type=click.Path(path_type=Path))
 @_vllm_option
 @_connector_option
@@ -1083,8 +1087,22 @@ def bench(vllm: str, only: str | None, device: str, trace: Path | None, history:
     type=click.IntRange(min=2),
     help="Longer requests are left out, and counted. Default: the longest that the pool admits.",
 )
-@click.option("--max-num-seqs", metavar="N", type=click.IntRange(min=1), default=256, show_default=True)
-@click.option("--max-num-batched-tokens", metavar="N", type=click.IntRange(min=1), default=8192, show_default=True)
+@click.option(
+    "--max-num-seqs",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    help="Requests at once.",
+)
+@click.option(
+    "--max-num-batched-tokens",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=8192,
+    show_default=True,
+    help="Tokens that a step may compute.",
+)
 @click.option(
     "--hash-block", metavar="TOKENS", type=click.IntRange(min=1), default=512, show_default=True,
     help="Tokens that one hash of the trace stands for.",
@@ -1265,7 +1283,7 @@ def vllm() -> None:
     """
 
 
-@vllm.command(name="list", epilog="kvoracle vllm list --json")
+@vllm.command(name="list", epilog="kvoracle vllm list\nkvoracle vllm list --json")
 @_json_option
 def vllm_list(as_json: bool) -> int:
     """Show the releases we have rules for, and where each is."""
@@ -1284,7 +1302,7 @@ def vllm_list(as_json: bool) -> int:
     return OK
 
 
-@vllm.command(name="add", epilog="kvoracle vllm add 0.29.0 0.33.0")
+@vllm.command(name="add", epilog="kvoracle vllm add 0.29.0\nkvoracle vllm add 0.30.0 0.31.0 0.33.0")
 @click.argument("releases", nargs=-1, required=True)
 def vllm_add(releases: tuple[str, ...]) -> int:
     """Fetch releases from the package index into the cache."""
@@ -1297,7 +1315,7 @@ def vllm_add(releases: tuple[str, ...]) -> int:
     return OK
 
 
-@vllm.command(name="remove", epilog="kvoracle vllm remove 0.29.0")
+@vllm.command(name="remove", epilog="kvoracle vllm remove 0.29.0\nkvoracle vllm remove 0.30.0 0.31.0")
 @click.argument("releases", nargs=-1, required=True)
 def vllm_remove(releases: tuple[str, ...]) -> int:
     """Delete releases from the cache."""

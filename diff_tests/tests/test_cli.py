@@ -7,9 +7,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from diff_tests import cli
@@ -320,3 +322,23 @@ def test_a_run_as_a_process_of_its_own(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["verdict"] == "same"
+
+
+def _commands(command: click.Command, name: str = "kvoracle") -> Iterator[tuple[str, click.Command]]:
+    if isinstance(command, click.Group):
+        for part, below in command.commands.items():
+            yield from _commands(below, f"{name} {part}")
+    else:
+        yield name, command
+
+
+@pytest.mark.parametrize(
+    ("name", "command"), list(_commands(cli.cli)), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_help_reads_like_a_manual_page(name: str, command: click.Command) -> None:
+    """Purpose, every option in words, two examples that are commands of ours."""
+    assert command.help
+    assert all(option.help for option in command.params if isinstance(option, click.Option))
+    examples = (command.epilog or "").strip().splitlines()
+    assert len(examples) >= 2
+    assert all(name in line for line in examples)
