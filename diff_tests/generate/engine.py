@@ -73,17 +73,7 @@ def _choose_budget(draft: Draft, max_num_seqs: int, chunked_prefill: bool) -> in
     if not chunked_prefill:
         budget = max(budget, draft.max_model_len + draft.chooser.one_of((0, 1, draft.base_block)))
     longest_encoder = max(request.encoder for request in draft.requests)  # its tokens are taken in one step
-    return max(budget, max_num_seqs, longest_encoder, _least_budget_with_drafts(draft))
-
-
-def _least_budget_with_drafts(draft: Draft) -> int:
-    """Room for a request with its drafts, and for a block of a state, beside the row that a draft model takes."""
-    if draft.speculative is None:
-        return 1
-    num_tokens = 1 + draft.num_drafted
-    if any(isinstance(group, Mamba) for group in draft.groups):
-        num_tokens = max(num_tokens, draft.base_block)
-    return num_tokens + (draft.speculative.method == "draft_model")
+    return max(budget, max_num_seqs, longest_encoder)
 
 
 def caches_prefixes(draft: Draft) -> bool:
@@ -140,7 +130,6 @@ def with_pool(draft: Draft, scenario: Scenario) -> Scenario:
     """Sets the pool: the smallest that start-up accepts, a little more, what the requests want together, or plenty."""
     chooser = draft.chooser
     smallest, num_working_blocks = smallest_pool(scenario, draft.rules), _num_working_blocks(draft)
-    smallest += _num_blocks_over_promise(draft, scenario)
     if "tight_pool" in draft.on:
         blocks = smallest + chooser.one_of((0, 0, 1, 2, chooser.integer(0, max(1, num_working_blocks // 2))))
     else:
@@ -148,20 +137,6 @@ def with_pool(draft: Draft, scenario: Scenario) -> Scenario:
     if "pool_below_smallest" in draft.on:
         blocks = max(2, smallest - chooser.integer(1, 3))
     return with_engine(scenario, blocks=blocks)
-
-
-def _num_blocks_over_promise(draft: Draft, scenario: Scenario) -> int:
-    """Blocks by which an engine may need more than its start-up check asks for. There it waits for ever, and whether that
-    is vLLM's doing in all cases is not settled: states with steps in flight or copies under context parallelism, and late
-    loads that also reserve blocks for drafts."""
-    engine = scenario.engine
-    num_aligned = sum(isinstance(group, Mamba) and group.mode == "align" for group in scenario.groups)
-    extra = 3 * num_aligned if engine.async_scheduling or engine.dcp > 1 else 0
-    num_loads = sum(request.loads_later for request in draft.requests)
-    if engine.speculative is not None and num_loads:
-        num_drafted = 2 * (1 + engine.speculative.tokens)
-        extra += (1 + num_loads) * sum(1 + _num_blocks(draft, group, num_drafted) for group in scenario.groups)
-    return extra
 
 
 def _num_working_blocks(draft: Draft) -> int:
