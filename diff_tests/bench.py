@@ -58,8 +58,8 @@ def measure(
     target: Target, info: TargetInfo, only: str | None = None, device: str = "cpu", trace: Path | None = None
 ) -> list[Measure]:
     """All measures, or those of one part: `campaign`, `model`, `memory`, `growth`, or, on demand only, `bugs`, which needs
-    a release of its own, `guidance`, which takes long, and `workload`, which needs a trace. device: where KV memory lies.
-    Raises RaceError."""
+    a release of its own, `guidance`, which takes long, `probe`, which needs engines, and `workload`, which needs a trace.
+    device: where KV memory lies. Raises RaceError, TargetStartError."""
     measures: list[Measure] = []
     if only == "workload" and trace is not None:
         measures.append(measure_workload(trace))
@@ -67,6 +67,8 @@ def measure(
         measures += measure_bugs()
     if only == "guidance":
         measures += measure_guided(info.rules)
+    if only == "probe":
+        measures.append(measure_probe(target.vllm))
     if only in (None, "memory"):
         measures += measure_memory(device)
     if only in (None, "campaign"):
@@ -246,6 +248,24 @@ def measure_bugs(num_seeds: int = NUM_SEEDS) -> list[Measure]:
         )
         for figure in measure_bug_sights(num_seeds)
     ]
+
+
+# --------------------------------------------------------------------------------------------------------------- probe
+
+
+def measure_probe(vllm: str) -> Measure:
+    """What the probe costs an engine while it verifies nothing."""
+    from diff_tests.probe_bench import measure_probe_cost
+
+    cost = measure_probe_cost(vllm)
+    ratios = [probed / bare for bare, probed in zip(cost.without, cost.with_probe, strict=True)]
+    return Measure(
+        "an engine with the probe over one without",
+        median(ratios),
+        "times the processor time",
+        at_most=1.05,
+        detail=f"{median(cost.with_probe):.3g} and {median(cost.without):.3g} s; {min(ratios):.3f} to {max(ratios):.3f}",
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ workload

@@ -985,10 +985,10 @@ def e2e(models: tuple[str, ...], vllm: str, http: bool, connector: str | None, a
 @_vllm_option
 @click.option(
     "--only",
-    type=click.Choice(["campaign", "model", "memory", "growth", "bugs", "guidance", "workload"]),
+    type=click.Choice(["campaign", "model", "memory", "growth", "bugs", "guidance", "probe", "workload"]),
     help="One part: speed and cost of a campaign, speed of the model, verification of KV memory, how cost grows with size, "
-    "how soon a campaign sees the five faults of 0.29.0's connector, what --guided gains, or speed of `workload` on the "
-    "--trace.",
+    "how soon a campaign sees the five faults of 0.29.0's connector, what --guided gains, what the probe costs an engine, "
+    "or speed of `workload` on the --trace.",
 )
 @click.option(
     "--device",
@@ -1021,7 +1021,8 @@ def bench(vllm: str, only: str | None, device: str, trace: Path | None, history:
     requests, pool size and groups, each doubled several times (at most 1.3). Ratios are medians of interleaved batches.
     `--only bugs`: processor time until a campaign on 0.29.0 sees each of the five faults of its connector (at most 10
     seconds; median of 20 seeds). `--only guidance`: cases until a campaign sees each known issue that the model foresees,
-    with --guided and without (median of 20 seeds; takes ten minutes). `--only workload --trace FILE`: how much faster than
+    with --guided and without (median of 20 seeds; takes ten minutes). `--only probe`: processor time of an engine with the
+    probe, verifying nothing, over one without (at most 1.05). `--only workload --trace FILE`: how much faster than
     kvcache-simulator, which has to be on PATH, `workload` replays a trace in the order of its requests (at least 1). Exit
     code 1 if one is missed. Takes about two minutes.
     """
@@ -1036,7 +1037,7 @@ def bench(vllm: str, only: str | None, device: str, trace: Path | None, history:
     with _Started(vllm) as (target, info):
         try:
             earlier = earlier_values(history, info.version) if history else {}
-            measures = measure(target, info, only, device, trace)
+            measures = _target_errors(lambda: measure(target, info, only, device, trace))
             if history:
                 append_figures(history, measures, info, origin(info.rules.release, sys.argv[1:]))
         except HistoryError as error:

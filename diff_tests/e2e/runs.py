@@ -60,8 +60,8 @@ class Row:
 
 @dataclass
 class ModelRun:
-    """What one model showed. platform: what its engine computes on, as vLLM calls it. error: what kept the engine from its
-    end; then there may be nothing to judge."""
+    """What one model showed. platform: what its engine computes on, as vLLM calls it. ranks_judged: whose memory was
+    painted. error: what kept the engine from its end; then there may be nothing to judge."""
 
     model: Model
     transport: str
@@ -73,6 +73,7 @@ class ModelRun:
     num_preemptions: int = 0
     platform: str = ""
     layout: list[str] = field(default_factory=list)
+    ranks_judged: list[int] = field(default_factory=list)
 
     @property
     def verdict(self) -> str:
@@ -140,7 +141,7 @@ def run_model(target: Target, model: Model, connector: str, http: bool) -> Model
         return run
     with tempfile.TemporaryDirectory(prefix="kvoracle-e2e-") as name:
         folder = Path(name)
-        _write_model(model, folder)
+        write_model(model, folder)
         error = (_over_http if http else _in_process)(target, run, folder, connector, scenario_of(acts, model))
         if not run.error:
             judge_run(run, acts, folder / "trace", error)
@@ -174,7 +175,7 @@ def _over_http(target: Target, run: ModelRun, folder: Path, connector: str, scen
     return "; ".join(f"{request}: {error}" for request, error in list(client.errors.items())[:3])
 
 
-def _write_model(model: Model, folder: Path) -> None:
+def write_model(model: Model, folder: Path) -> None:
     """The folder of a model that has a config.json and nothing else."""
     (folder / "model").mkdir(parents=True)
     (folder / "trace").mkdir()
@@ -193,6 +194,7 @@ def judge_run(run: ModelRun, acts: Sequence[Act], folder: Path, error: str) -> N
         run.error = f"no trace to judge: {reason}" + (f"; {error}" if error else "")
         return
     painted = read_painted(folder)
+    run.ranks_judged = [rank for rank, seen in sorted(painted.items()) if seen.written]
     _fill_in(rebuilt, trace, painted.pop(0, Painted()))
     checked = check_rebuilt(trace, rebuilt)
     more = [*_other_ranks(rebuilt, painted), *_left_over(rebuilt, acts, error)]

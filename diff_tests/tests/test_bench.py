@@ -26,6 +26,7 @@ from diff_tests.bench import (
 )
 from diff_tests.growth_bench import SERIES, Series, exponent, measure_growth
 from diff_tests.power_bench import BUGGY_RELEASE, BUGS, MOST_CASES, measure_bug_sights
+from diff_tests.probe_bench import measure_probe_cost
 from diff_tests.tests.conftest import started
 from diff_tests.vllm_target.target import Target
 from diff_tests.workload.race import RaceError, race
@@ -59,6 +60,12 @@ def test_verification_is_held_against_a_copy_of_the_same_memory() -> None:
     measures = bench.measure_memory("cpu", num_bytes=1 << 24)
     assert [m.at_least for m in measures] == [0.6, None]
     assert all(0.01 < m.value < 10 for m in measures), measures
+
+
+def test_the_probe_costs_an_engine_next_to_nothing(target: Target) -> None:
+    cost = measure_probe_cost("current", num_rounds=1, num_requests=20)
+    assert 0 < cost.without[0] < 60
+    assert 0.3 < cost.with_probe[0] / cost.without[0] < 2
 
 
 def test_no_cuda_device_is_bad_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,20 @@ class TestInAnEngine:
         )
         assert acts(run) == {("zero", "fill", "forward"), ("zero", "forward")}
 
+    @pytest.mark.parametrize(
+        ("name", "settings"), [("dcp", {}), ("qwen3", {"tensor_parallel_size": 2})], ids=["dcp 2", "tp 2"]
+    )
+    def test_each_of_two_ranks_is_recorded_and_judged(self, name, settings):
+        run = engine_run(name, **settings)
+        assert run.verdict == "same", (
+            [judged.finding.message for judged in run.checked.findings] if run.checked else run.error
+        )
+        rebuilt = run.checked.rebuilt
+        selected = {r.step: r.selected for r in rebuilt.history if isinstance(r, Scheduled) and r.selected}
+        assert len(selected) > 10
+        assert {step: rebuilt.others[1][step] for step in selected} == selected
+        assert run.ranks_judged == [0, 1]
+
     def test_drafts_are_followed(self):
         speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
         run = engine_run("qwen3", speculative_config=speculation)

@@ -185,10 +185,12 @@ class ConnectorFile(Struct, tag="connector_path"):
 
 
 class EngineEnd(Struct, tag="engine_end"):
-    """How an engine ended: it took all steps, or raised an error while it started (phase `start`) or ran (`run`)."""
+    """How an engine ended: it took all steps, or raised an error while it started (phase `start`) or ran (`run`).
+    run_cpu_seconds: processor time of the steps."""
 
     case: int
     start_seconds: float
+    run_cpu_seconds: float = 0.0
     phase: str = ""
     error: str = ""
 

@@ -31,7 +31,9 @@ def run_engine(scenario: Scenario, message: wire.RunEngine) -> wire.EngineEnd:
     try:
         engine = _Engine(message.settings)
         end.start_seconds, end.phase = time.monotonic() - started, "run"
+        started = time.process_time()
         engine.run(scenario)
+        end.run_cpu_seconds = time.process_time() - started
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         end.error = f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
