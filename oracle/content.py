@@ -40,6 +40,7 @@ from sim.scenario import (
 )
 
 _ENDLESS = 1 << 40
+_NO_STATE = -1
 
 
 class GroupView:
@@ -168,7 +169,8 @@ class Stay:
     num_known: tokens known for certain (without drafts: no limit). num_in_flight: scheduled in steps whose output has not
     been processed; followed with drafts only. num_prefill: tokens that were known for certain when it began. room: tokens
     that have slots in every group. sources: by group of states, the block with the state to go on from. lost_load: a load
-    did not bring all that it was to bring.
+    did not bring all that it was to bring. replays: tokens that it found are computed again, though its states are those
+    after them.
     """
 
     __slots__ = (
@@ -183,6 +185,7 @@ class Stay:
         "num_local",
         "num_prefill",
         "num_prompt",
+        "replays",
         "request",
         "request_index",
         "room",
@@ -202,6 +205,7 @@ class Stay:
         self.loads = False
         self.lost_load = False
         self.num_computed = self.num_found - num_replayed
+        self.replays = num_replayed > 0
         self.num_known = _ENDLESS
         self.num_prefill = _ENDLESS
         self.num_in_flight = 0
@@ -215,6 +219,14 @@ class Stay:
         self.num_computed = min(self.num_computed, num_tokens)
         self.loads = False
         self.lost_load = True
+
+    def load_again(self, num_found: int, num_external: int) -> None:
+        """Of its first `num_found` tokens the last `num_external` are under way once more."""
+        self.num_local = num_found if self.num_found == num_found else num_found - num_external
+        self.num_external = num_external
+        self.num_found = self.num_computed = num_found
+        self.loads = True
+        self.lost_load = False
 
     @property
     def num_written(self) -> int:
@@ -230,8 +242,9 @@ class Stay:
 class Content(NamedTuple):
     """A block's content: the tokens of one table entry of a stay. `until` limits a copy to what it had when copied.
 
-    In a group of states: the state after `until` tokens; with `since`, the one after some number of tokens in between
-    that only its key tells, see GroupView.has_checkpoints.
+    In a group of states: the state after `until` tokens, 0 while the output that tells is awaited, negative where no step
+    ever wrote one; with `since`, the one after some number of tokens in between that only its key tells, see
+    GroupView.has_checkpoints.
     """
 
     stay: Stay
@@ -403,7 +416,7 @@ class Replay:
             self._admit(request, record)
         if record.tables is not None:
             tables = record.tables
-            if len(record.hits) > 1:  # who is admitted later may hit what an earlier one computes
+            if record.hits:  # who is admitted, or loads, may hit what one before it in this step computes
                 tables = {request: tables[request] for request in record.scheduled if request in tables} | tables
             self._follow(tables)
         if record.zeroed or record.copies:
@@ -527,16 +540,16 @@ class Replay:
         if stay is not None and goes_on:
             stay.is_admitted = True
             stay.num_computed = start - num_replayed  # the last token loaded may be computed again, too
+            stay.replays = num_replayed > 0
             if stay.loads:
                 self.unloaded.append(stay)
             return
         keeps_blocks = record.tables is None or record.tables.get(request) == self.tables.get(request)
         loads_again = stay is not None and not (stay.is_admitted or is_admitted or stay.loads)
-        if stay is not None and loads_again and keeps_blocks and stay.num_found == start:
-            # A prompt of one token that came whole counts as not computed at all: it is asked about and loaded again,
-            # into the blocks that it has, where what came before stays.
-            stay.num_local = stay.num_found
-            stay.loads = True
+        if stay is not None and loads_again and keeps_blocks:
+            # A prompt of one token that came whole counts as not computed at all, nor does a load that failed: it is asked
+            # about and loaded again, into the blocks that it has, where what came before stays.
+            stay.load_again(start, num_external)
             return
         if request in self.tables:
             self._leave(request)
@@ -695,7 +708,7 @@ class Replay:
                     continue  # a whole block is shared; one that local tokens only begin is the stay's own copy
             self.fresh.append(entry)
             is_there = position == found and not stay.loads
-            self.contents[block] = Content(stay, group.index, position, stay.num_found if is_there else 0)
+            self.contents[block] = Content(stay, group.index, position, stay.num_found if is_there else _NO_STATE)
         if found >= 0:
             stay.sources[group.index] = table[found] if found < len(table) else NULL
 
@@ -781,7 +794,7 @@ class Replay:
         """What a content is, and whose: "tokens [0, 16) of request A"."""
         stay, group = content.stay, self.groups[content.group]
         if group.holds_states:
-            state = f"the state after {content.until} tokens" if content.until else "no state yet"
+            state = f"the state after {content.until} tokens" if content.until > 0 else "no state yet"
             return f"{state} of request {stay.request}"
         if not group.holds_tokens:
             return f"the ring of request {stay.request}"

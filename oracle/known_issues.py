@@ -26,7 +26,7 @@ from oracle.findings import Finding
 from oracle.values import clamp
 from sim.geometry import FULL_LIKE, block_sizes, effective_block_size, has_partial_hits
 from sim.releases import Rules
-from sim.scenario import Add, AnyGroup, ChunkedLocal, Mamba, Scenario, SlidingWindow, SlidingWindowMLA
+from sim.scenario import Add, AnyGroup, ChunkedLocal, LoadFailed, Mamba, Scenario, SlidingWindow, SlidingWindowMLA
 from sim.speculation import num_lookahead
 from sim.startup import smallest_pool
 
@@ -215,6 +215,16 @@ def _lookahead_over_promise(subject: _Subject, wanted: Value) -> bool:
     return _pool_lacks(subject, sum(math.ceil(num_lookahead(engine) / size) for size in sizes)) == wanted
 
 
+def _load_failed(subject: _Subject, wanted: Value) -> bool:
+    steps = subject.scenario.steps
+    failed = {step.id for step in steps if isinstance(step, LoadFailed)}
+    return any(isinstance(step, Add) and step.id in failed and step.load == wanted for step in steps)
+
+
+def _at_start(subject: _Subject, wanted: Value) -> bool:
+    return (subject.finding.step == 0) == wanted
+
+
 def _salt_names_an_adapter(subject: _Subject, wanted: Value) -> bool:
     adds = [step for step in subject.scenario.steps if isinstance(step, Add)]
     shared = {add.salt for add in adds} & {add.lora for add in adds} - {None}
@@ -256,6 +266,8 @@ _WHERE: dict[str, Callable[[_Subject, Value], bool]] = {
     "loads_later": _loads_later,  # some request's external tokens arrive after the step that grants them
     "drafts_over_promise": _drafts_over_promise,  # the pool may lack the blocks that are set aside for drafts
     "lookahead_over_promise": _lookahead_over_promise,  # the pool may lack slots behind a step's tokens, in windows
+    "load_failed": _load_failed,  # a load of the scenario that is sync, or async, fails
+    "at_start": _at_start,  # before the first step
     "fill_out_of_range": _fill_out_of_range,  # some group's memory, as it is stored, cannot take the fill unencoded
     "salt_names_an_adapter": _salt_names_an_adapter,  # a request's cache salt is the name of another's LoRA adapter
 }

@@ -43,7 +43,7 @@ def generate(chooser: Chooser, rules: Rules, features: Collection[str] = tuple(F
     """A valid scenario for a release. `features`: names out of FEATURES that may be switched on."""
     on = frozenset(name for name in features if FEATURES[name].allowed(rules) and chooser.flag(FEATURES[name].probability))
     if "encoder" in on:  # vLLM turns these settings so where a model has an encoder
-        on = (on | {"no_prefix_caching", "chunked_off"}) - {"connector", "direct", "dcp", "long_prefill"}
+        on = (on | {"no_prefix_caching", "chunked_off"}) - {"connector", "direct", "dcp", "long_prefill", "refused"}
     draft = Draft(chooser=chooser, rules=rules, on=on)
     draft.base_block = chooser.one_of((16, 4, 8, 2, 16, 4, 3, 1))
     draft.dcp = chooser.one_of((2, 2, 4)) if "dcp" in on else 1

@@ -21,6 +21,7 @@ from sim.scenario import (
     Cross,
     Direct,
     LoadDone,
+    LoadFailed,
     Mamba,
     Pause,
     ResetPrefixCache,
@@ -42,8 +43,8 @@ def scheduler_scenario(draft: Draft, scenario: Scenario) -> Scenario:
 
 class _Timeline:
     """The steps of one case. live: IDs that may still run; ending: aborted ones whose output may be in flight; ended: IDs
-    that may be used again; loading: those whose load somebody has to report; num_in_flight: steps whose output is not
-    processed yet."""
+    that may be used again; loading: those whose load somebody has to report; brought: those whose tokens come with their
+    step; num_in_flight: steps whose output is not processed yet."""
 
     def __init__(self, draft: Draft) -> None:
         self.draft = draft
@@ -53,6 +54,7 @@ class _Timeline:
         self.ending: list[str] = []
         self.ended: list[str] = []
         self.loading: list[str] = []
+        self.brought: list[str] = []
         self.is_paused = False
         self.num_in_flight = 0
         self.takes_encoder = any(isinstance(group, Cross) for group in draft.groups)
@@ -70,15 +72,6 @@ class _Timeline:
             self._intervene()
         self._finish()
         return self._steps
-
-    def _external(self, request: RequestDraft) -> int | None:
-        """Beside states with checkpoints whole blocks only: a step that begins inside a block registers the key at the
-        block's end, where no state is left, and whether a connector may bring such a state is not settled."""
-        states = [group for group in self.draft.groups if isinstance(group, Mamba) and group.checkpoint_blocks]
-        if request.external is None or not states:
-            return request.external
-        unit = math.lcm(*(group.block for group in states))
-        return request.external // unit * unit  # rounded down to whole blocks
 
     def _add(self, request_index: int, request: RequestDraft) -> None:
         name = request_id(request_index)
@@ -99,13 +92,15 @@ class _Timeline:
                 skip_cache=request.skip_cache,
                 embeds=request.embeds,
                 encoder=request.encoder if self.takes_encoder else 0,
-                external=self._external(request),
+                external=request.external,
                 load=load,
             )
         )
         self.live.append(name)
         if request.loads_later:
             self.loading.append(name)
+        elif request.external and name not in self.brought:
+            self.brought.append(name)
 
     def _go_on(self) -> None:
         """Some steps, the two halves of some, or all until the engine is idle."""
@@ -134,6 +129,7 @@ class _Timeline:
                 self._steps.append(Schedule(count=1))
                 self.num_in_flight += 1
                 self._report_load()
+                self._fail_step()
                 self._abort(0.2)
             if self.num_in_flight > self.most_left_in_flight or self.chooser.flag(0.3):
                 self._steps.append(Update(count=1))
@@ -158,7 +154,19 @@ class _Timeline:
 
     def _report_load(self) -> None:
         if self.loading and self.chooser.flag(0.5):
-            self._steps.append(LoadDone(id=self.chooser.one_of(self.loading)))
+            name = self.chooser.one_of(self.loading)
+            self._steps.append(self._failure(name) if self._may_fail(0.4) else LoadDone(id=name))
+
+    def _fail_step(self) -> None:
+        """What a step was to load did not come. With several groups a worker cannot say so."""
+        if self.brought and len(self.draft.groups) == 1 and self._may_fail(0.6):
+            self._steps.append(self._failure(self.brought[-1]))
+
+    def _may_fail(self, probability: float) -> bool:
+        return "failed_loads" in self.on and self.chooser.flag(probability)
+
+    def _failure(self, name: str) -> LoadFailed:
+        return LoadFailed(id=name, from_block=self.chooser.one_of((0, 0, 1, 2)))
 
     def _pause_or_resume(self) -> None:
         if self.is_paused:

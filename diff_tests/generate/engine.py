@@ -113,7 +113,8 @@ def _choose_match_unit(draft: Draft) -> int | None:
 def make_connector(draft: Draft) -> Connector | None:
     """None, the connector under test, or one that answers what the requests say."""
     if draft.is_scripted:
-        return Connector(name="scripted")
+        recomputes = "failed_loads" in draft.on and draft.chooser.flag(0.6)
+        return Connector(name="scripted", load_failure="recompute" if recomputes else "fail")
     if not draft.on & {"connector", "direct"}:
         return None
     extra: dict[str, Any] = {}

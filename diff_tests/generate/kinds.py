@@ -18,6 +18,7 @@ from sim.scenario import (
     Circular,
     Cross,
     Full,
+    Layers,
     Mamba,
     SlidingWindow,
     SlidingWindowMLA,
@@ -131,7 +132,7 @@ KINDS: dict[str, Kind] = {
     "sliding_window_mla replayed": Kind(
         make=_make_replayed_window,
         skipped=_outside_window,
-        fits=lambda draft: draft.rules.bounded_replay_exists and ("connector" not in draft.on or draft.is_scripted),
+        fits=lambda draft: draft.rules.bounded_replay_exists,
     ),
     "circular": Kind(make=_make_circular),
     "cross": Kind(make=_make_cross, caches=False, fits=lambda draft: {"encoder", "several_groups"} <= draft.on),
@@ -188,8 +189,6 @@ def _combinable(draft: Draft, kinds: list[str]) -> list[str]:
     """The kinds, less what cannot stand beside the others."""
     mamba = next((name for name in kinds if name in _MAMBA), None)
     kinds = [mamba if mamba and name in _MAMBA else name for name in kinds]  # one mode per engine
-    if mamba:  # a state is not computed again
-        kinds = ["sliding_window_mla" if name == "sliding_window_mla replayed" else name for name in kinds]
     if mamba != "mamba none" and "no_prefix_caching" not in draft.on and all(name in _UNCACHED for name in kinds):
         kinds[0] = "full"
     if all(name == "cross" for name in kinds):
@@ -213,11 +212,19 @@ def make_groups(draft: Draft, kinds: Sequence[str]) -> tuple[AnyGroup, ...]:
         settings: dict[str, Any] = {}
         if "layers" in draft.on:
             settings["layers"] = draft.chooser.integer(1, 3)
+        if "uniform" in draft.on and not isinstance(group, (Mamba, Cross)) and draft.chooser.flag(0.6):
+            settings["uniform"] = tuple(_choose_layers(draft) for _ in range(draft.chooser.one_of((1, 1, 2))))
         if dtypes:
             settings["dtype"] = draft.chooser.one_of(dtypes)
         groups.append(replace(group, **settings) if settings else group)
     groups = _with_draft_group(draft, groups)
     return _with_kernel_blocks(draft, tuple(groups)) if "kernel_blocks" in draft.on else tuple(groups)
+
+
+def _choose_layers(draft: Draft) -> Layers:
+    """Layers of a group that have pages of a size of their own."""
+    chooser = draft.chooser
+    return Layers(layers=chooser.integer(1, 2), heads=chooser.one_of((1, 2, 4)), head_size=chooser.one_of((32, 8, 64)))
 
 
 def _with_draft_group(draft: Draft, groups: list[AnyGroup]) -> list[AnyGroup]:

@@ -15,43 +15,22 @@ from sim.releases import NEWEST, RELEASES
 
 FOR_WORKERS = {name for name, behaviour in TABLE.items() if behaviour.needs_worker}
 
-LOADS_FAIL = "generated loads arrive; the corpus has the cases of loads that fail"
-NOT_GENERATED = {
-    "load fails and is computed again": LOADS_FAIL,
-    "load fails and its request ends": LOADS_FAIL,
-    "late load fails": LOADS_FAIL,
-}
-"""Behaviours that generated cases leave out on purpose, and why; scenarios of the corpus have them."""
-
-
 RARE = {"preempted after a copy", "external tokens given up for a hit inside a block"}
 """Conjunctions so rare that ten thousand cases of one release may miss them; those of all releases together must not."""
 
 
-def _not_generated_kinds(line: str) -> bool:
-    """Windows that are computed again are not generated beside states: vLLM computes into the states that were hit."""
-    kinds = line.partition(":")[0]
-    return "replayed" in kinds and "mamba" in kinds
-
-
 @pytest.mark.parametrize("release", RELEASES)
 def test_every_behaviour_is_reached(release: str) -> None:
-    assert sorted(set(long_campaign(release).at_zero) - FOR_WORKERS - NOT_GENERATED.keys() - RARE) == []
+    assert sorted(set(long_campaign(release).at_zero) - FOR_WORKERS - RARE) == []
 
 
 def test_what_is_rare_is_reached_on_some_release() -> None:
     assert {name for name in RARE if not any(long_campaign(release).counts[name] for release in RELEASES)} == set()
 
 
-def test_what_is_not_generated_is_not_seen() -> None:
-    """Else it belongs to what is promised."""
-    campaign = [long_campaign(release) for release in RELEASES]
-    assert {name for name in NOT_GENERATED if any(coverage.counts[name] for coverage in campaign)} == set()
-
-
 @pytest.mark.parametrize("release", RELEASES)
 def test_every_kind_and_every_pair_shows_cases_hits_refusals_and_preemptions(release: str) -> None:
-    missing = [line for line in long_campaign(release).kinds_at_zero if not _not_generated_kinds(line)]
+    missing = long_campaign(release).kinds_at_zero
     elsewhere = [long_campaign(other).kinds_at_zero for other in RELEASES if other != release]
     # A pair's pool may never be short in the cases of one release; on another it must be.
     short = ("refused", "preemptions")
@@ -68,14 +47,14 @@ def test_the_readme_lists_every_behaviour_and_what_it_says_was_seen() -> None:
     assert [row[1] for row in rows] == list(TABLE), "run `python -m diff_tests.tests.promise`"
     assert [row[0] for row in rows] == [behaviour.section for behaviour in TABLE.values()]
     unpromised = {name for name, behaviour in TABLE.items() if not behaviour.promised}
-    assert {row[1] for row in rows if row[3] == "0"} <= unpromised | NOT_GENERATED.keys() | RARE
+    assert {row[1] for row in rows if row[3] == "0"} <= unpromised | RARE
 
 
 def test_the_readme_lists_every_kind_and_pair_and_every_refusal() -> None:
     names = [" + ".join(kinds) for kinds in accepted_kind_sets(RELEASES[NEWEST])]
     rows = table_in_readme("kinds")
     assert [row[0] for row in rows] == names, "run `python -m diff_tests.tests.promise`"
-    assert not any("0" in row[:3] for row in rows if not _not_generated_kinds(row[0]))
+    assert not any("0" in row[:3] for row in rows)
     assert table_in_readme("refusals") == list(refusal_rows())
 
 

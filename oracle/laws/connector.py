@@ -18,7 +18,7 @@ from oracle.causes import (
 from oracle.contracts import Contract, FillsStates
 from oracle.findings import token_range
 from oracle.laws.trial import End, Trial, law
-from oracle.selection import NULL
+from oracle.selection import NULL, blocks_of_tokens
 from oracle.values import ELEMENT_BYTES, FillValue, clamped_moments
 from sim.geometry import block_sizes
 from sim.history import Scheduled, Selection, Selections, Start, Written
@@ -73,6 +73,15 @@ def _check_selected(
             "selection", 4, "wrong_group_count", message, request=request, expected=expected, observed=selection.groups
         )
         return
+    num_cut = _num_offered(record, request) - num_external
+    if num_cut > 0 and _is_shifted(trial, tables, selection.groups, num_local + num_cut, num_external):
+        granted, taken = (token_range(start, start + num_external) for start in (num_local, num_local + num_cut))
+        message = f"blocks {selection.groups} selected, for {taken}, as if the {num_cut} tokens more that were offered had "
+        message += f"been granted; expected {expected}, for external {granted}"
+        trial.report(
+            "selection", 4, "counted_from_offer", message, request=request, expected=expected, observed=selection.groups
+        )
+        return
     if are_swapped(expected, selection.groups):
         message = f"blocks {selection.groups} selected, which are right, but in the places of other groups: {expected}"
         trial.report(
@@ -92,6 +101,26 @@ def _check_selected(
             )
             for cause in selection_causes(asked, right, chosen):
                 _report_selection(trial, request, asked, cause, right, chosen)
+
+
+def _is_shifted(
+    trial: Trial, tables: Sequence[Sequence[int]], chosen: Sequence[Sequence[int]], start: int, num_tokens: int
+) -> bool:
+    """Whether the blocks of `num_tokens` tokens from `start` on were chosen, in a group of states with or without those
+    before the last."""
+    assert trial.contract is not None
+    sizes = [view.block_size for view in trial.replay.groups]
+    return len(chosen) == len(tables) and all(
+        ids in (right, blocks_of_tokens(table, size, start, start + num_tokens))
+        for ids, right, table, size in zip(
+            chosen, trial.contract.loads(tables, start, num_tokens), tables, sizes, strict=True
+        )
+    )
+
+
+def _num_offered(record: Scheduled, request: str) -> int:
+    """External tokens that the connector answered last in this step; 0 where it is not known."""
+    return next((answered or 0 for asked, _, answered in reversed(record.asked or ()) if asked == request), 0)
 
 
 def _other_sizes(trial: Trial, group: int) -> list[int]:

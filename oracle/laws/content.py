@@ -40,12 +40,12 @@ def _check_state_writer(trial: Trial, entry: Entry) -> None:
     stay = entry.stay
     if entry.block == NULL:
         message = f"position {entry.position} is to get the state after the step's last token, but is null"
-        _report_entry(trial, "allocation", 2, "no_slot", entry, message)
+        _report_entry(trial, "allocation", 2, "replayed_state" if stay.replays else "no_slot", entry, message)
     elif trial.replay.num_holders[entry.block] > 1:
         others = sorted({request for request, _, _ in trial.replay.holders(entry.block)} - {stay.request})
         whom = " and ".join(others) or "twice by itself"
         message = f"position {entry.position}: block {entry.block} gets the next state, but is also held by {whom}"
-        _report_entry(trial, "allocation", 2, "two_writers", entry, message)
+        _report_entry(trial, "allocation", 2, "replayed_state" if stay.replays else "two_writers", entry, message)
 
 
 def _num_readers(replay: Replay, written: Entry) -> int:
@@ -106,6 +106,12 @@ def _check_hit(trial: Trial, entry: Entry, content: Content | None, found: int) 
         held = replay.describe(entry.block, content) if content is not None else "holds nothing that was written"
         message = f"position {entry.position}: block {entry.block} hit for {token_range(start, end)}, but it {held}"
         _report_entry(trial, "content", 3, _hit_cause(trial, entry, content, end, found), entry, message)
+    elif group.holds_states and stay.replays:
+        message = (
+            f"position {entry.position}: block {entry.block} is hit for the state after {end} tokens, but tokens before "
+        )
+        message += "those are computed again, from that state on"
+        _report_entry(trial, "content", 3, "replayed_state", entry, message)
 
 
 def _hit_cause(trial: Trial, entry: Entry, content: Content | None, num_tokens: int, found: int) -> str:
@@ -151,8 +157,12 @@ def _key_cause(trial: Trial, group_index: int, request_index: int, num_tokens: i
     content = trial.replay.contents[block]
     if content is None or content.group != group_index or not trial.replay.groups[group_index].holds_states:
         return None
+    if content.stay.replays:
+        return "replayed_state_key"
     if trial.replay.prefixes.common(content.stay.request_index, request_index) < num_tokens:
         return None
+    if content.until < 0:
+        return "passed_over_key" if num_tokens < content.stay.num_computed else None
     if _state_went_on(content, num_tokens):
         return "outdated_state_key"
     return _cause_of_state_before(trial.replay.groups[group_index], content, num_tokens)

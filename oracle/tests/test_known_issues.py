@@ -301,6 +301,22 @@ def test_loads_that_arrive_later(load: str) -> None:
     assert fits == (load == "async")
 
 
+@pytest.mark.parametrize(
+    ("load", "steps", "fits"),
+    [("async", "", False), ("sync", ", {load_failed: {id: A}}", False), ("async", ", {load_failed: {id: A}}", True)],
+)
+def test_whether_a_late_load_fails(load: str, steps: str, fits: bool) -> None:
+    add = f"{{add: {{id: A, prompt: [[a, 9]], external: 8, load: {load}}}}}"
+    case = scenario("{blocks: 20, max_model_len: 64}", "[{kind: full, block: 4}]", f"[{add}{steps}]", "{name: scripted}")
+    issue = entry('where = { load_failed = "async" }')
+    assert explains(issue, finding(group=None), case, rules_of("0.30.0")) == fits
+
+
+@pytest.mark.parametrize(("step", "fits"), [(0, True), (1, False)])
+def test_what_shows_before_the_first_step(step: int, fits: bool) -> None:
+    assert explained(entry("where = { at_start = true }"), msgspec.structs.replace(finding(), step=step)) == fits
+
+
 def crash(type_: str, line: str, message: str = "", through: str = "Scheduler.schedule") -> Finding:
     raised = {"type": type_, "message": message, "trail": [through], "line": line}
     cause = f"{type_}_in_{through.rpartition('.')[2]}"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
+from oracle.contracts import contract_for
 from oracle.laws import LAWS, judge, same_history, sentence
 from oracle.tests.histories import RULES, causes, filled, history_of, scenario, scheduled, verdicts
 from sim.history import Acted, CachedKey, Failure, History, Scheduled, Selection, StateRecord, Updated, Written
@@ -215,6 +216,23 @@ def test_law_2_readers_may_come_in_the_same_step() -> None:
     assert verdicts(case, history) == []
 
 
+def test_law_3_who_loads_may_hit_what_another_computes_in_the_step() -> None:
+    """A is asked about again after its load has failed. It held blocks before B, but hits what B writes now."""
+    case = scenario(
+        "{blocks: 13, max_model_len: 16, long_prefill_token_threshold: 1}",
+        "[{kind: mla, block: 1}, {kind: full, block: 1}]",
+        "[{add: {id: A, prompt: [[p, 3]], max_tokens: 1, external: 1, load: async}}, {step: 1}, {load_failed: {id: A}}, "
+        "{add: {id: B, prompt: [[p, 2]], max_tokens: 1}}, {step: 2}]",
+        "{name: scripted, load_failure: recompute}",
+    )
+    history = history_of(case)
+    record = scheduled(history, 3)
+    assert (record.hits, record.scheduled) == ({"A": 2}, {"B": 1})
+    for tables in ({request: tables_of(record)[request] for request in order} for order in ("AB", "BA")):
+        record.tables = tables  # in any order
+        assert causes(case, history) == []
+
+
 def test_law_2_no_slot() -> None:
     history = history_of(SHARED)
     tables_of(scheduled(history, 3))["B"][0].pop()
@@ -285,6 +303,22 @@ def test_law_3_ends_of_blocks_that_a_step_passed_over(num_shared: int, findings:
     assert [(f.cause, f.step, f.positions) for f in verdicts(case, history_of(case))] == findings
 
 
+@pytest.mark.parametrize(("release", "findings"), [("0.31.0", [("passed_over_key", 2, [2])]), ("0.32.0", [])])
+def test_law_3_entries_for_states_of_drafts_that_a_step_passed_over(release: str, findings: list[object]) -> None:
+    """B's second step, [4, 17), writes the states after 16 and 17 tokens. Up to 0.31 vLLM leaves the drafts' blocks
+    where the states after 8 and 12 would be, and caches them."""
+    case = scenario(
+        "{blocks: 40, max_model_len: 64, max_num_seqs: 4, max_num_batched_tokens: 16, retention_interval: null, "
+        "speculative: {method: ngram, tokens: 2}}",
+        "[{kind: mamba, block: 4, mode: align, speculative_blocks: 2, checkpoint_blocks: 1, checkpoint_alignment: 4}, "
+        "{kind: full, block: 4}]",
+        "[{add: {id: A, prompt: [[a, 12]], max_tokens: 4}}, {add: {id: B, prompt: [[b, 17]], max_tokens: 1}}, {run: 20}]",
+        "null",
+    )
+    found = judge(case, Simulator(case, rules_of(release)).history(), rules_of(release), None)
+    assert [(f.cause, f.step, f.positions) for f in found] == findings
+
+
 @pytest.mark.parametrize("accepted", [6, 2])
 def test_law_3_states_of_right_drafts(accepted: int) -> None:
     """Six right drafts behind token 1 pass the ends of blocks of 4 after tokens 4 and 8, two of them one. Only the state at
@@ -313,6 +347,34 @@ def test_law_3_a_wrong_key_is_the_cause_where_what_it_found_is_copied() -> None:
     found = [(f.cause, f.step, f.group, f.observed) for f in verdicts(case, history)]
     assert found == [("uncomputed_key", 4, 1, 7), ("hit_uncomputed_key", 7, 1, 9)]
     assert (7, 9) in [tuple(copy) for copy in scheduled(history, 7).copies]
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_law_3_states_do_not_go_back(replay: bool) -> None:
+    """B hits 8 tokens and the state after them. What a window has computed again begins before that state."""
+    case = scenario(
+        "{blocks: 40, max_model_len: 32}",
+        "[{kind: full, block: 4}, {kind: mamba, block: 4, mode: align}, "
+        f"{{kind: sliding_window_mla, block: 4, window: 4, bounded_replay: {str(replay).lower()}}}]",
+        "[{add: {id: A, prompt: [[p, 9]], max_tokens: 1}}, {run: 9}, "
+        "{add: {id: B, prompt: [[p, 8], [b, 5]], max_tokens: 1}}, {step: 1}]",
+        "null",
+    )
+    found = [(f.cause, f.request, f.group) for f in verdicts(case, history_of(case))]
+    assert found == ([("replayed_state", "B", 1)] if replay else [])
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_law_2_a_step_that_ends_among_tokens_computed_again(replay: bool) -> None:
+    """16 tokens are loaded and 8 of them computed again: after 12 tokens no block is there for the state."""
+    case = scenario(
+        "{blocks: 40, max_model_len: 32, max_num_batched_tokens: 4, max_num_seqs: 4}",
+        "[{kind: full, block: 4}, {kind: mamba, block: 4, mode: align}, "
+        f"{{kind: sliding_window_mla, block: 4, window: 8, bounded_replay: {str(replay).lower()}}}]",
+        "[{add: {id: A, prompt: [[p, 21]], max_tokens: 1, external: 16, load: sync}}, {step: 1}]",
+        "{name: scripted}",
+    )
+    assert causes(case, history_of(case)) == (["replayed_state"] if replay else [])
 
 
 def test_law_3_keys_of_tokens_that_a_preemption_took_back() -> None:
@@ -538,7 +600,46 @@ def test_law_3_keys_of_a_failed_load_must_not_outlive_its_request() -> None:
     assert causes(case, history) == ["hit_failed_load"]
 
 
+def test_law_3_a_load_that_failed_may_come_again() -> None:
+    """Into the block that it had: what counts is what the second one brings."""
+    case = scenario(
+        "{blocks: 3}",
+        "[{kind: full, block: 2}]",
+        "[{add: {id: A, prompt: [[p, 2]], max_tokens: 1, external: 65, load: async}}, {step: 1}, {load_failed: {id: A}}, "
+        "{step: 2}, {load_done: A}, {run: 20}]",
+        "{name: scripted, load_failure: recompute}",
+    )
+    history = history_of(case)
+    assert [r.external.get("A") for r in history if isinstance(r, Scheduled)] == [2, None, 2, None, 0]
+    assert causes(case, history) == []
+    again = next(r for r in history if isinstance(r, Updated) and "A" in r.arrived and not r.lost)
+    again.arrived.remove("A")
+    assert causes(case, history) == ["load_missing", "key_wrong_tokens"]
+
+
 # ----------------------------------------------------------------------------------------------------------------- law 4
+
+
+@pytest.mark.parametrize(
+    ("groups", "cause"),
+    [([[1, 2], [3]], "counted_from_offer"), ([[1], []], None), ([[1, 2], []], "ends_late"), ([[2], [3]], "starts_late")],
+)
+def test_law_4_tokens_counted_from_an_offer_that_was_cut(groups: list[list[int]], cause: str | None) -> None:
+    """7 tokens were offered, the first 4 were granted: the blocks of the last 4, [3, 7), are a fault with a name."""
+    case = scenario(
+        "{blocks: 16, max_model_len: 64}",
+        "[{kind: full, block: 4}, {kind: sliding_window_mla, block: 4, window: 1, bounded_replay: true}]",
+        "[{add: {id: A, prompt: [[a, 8]], max_tokens: 1}}, {step: 1}]",
+    )
+    rules = rules_of("0.32.0")
+    contract = contract_for(case, rules)
+    assert contract is not None
+    history = Simulator(case, rules, contract.rule()).history()
+    record = scheduled(history, 1)
+    assert (record.asked, record.external) == ([("A", 0, 7)], {"A": 4})
+    record.selected = {"A": Selection(groups, 4)}
+    found = [finding.cause for finding in judge(case, history, rules, contract) if finding.law == 4]
+    assert found[:1] == ([cause] if cause else [])
 
 
 def select(history: History, group: int, ids: list[int], case: Scenario = CONNECTED, step: int = 3) -> None:
