@@ -92,6 +92,15 @@ class TestInAnEngine:
         assert {step: rebuilt.others[1][step] for step in selected} == selected
         assert run.ranks_judged == [0, 1]
 
+    def test_an_engine_without_hybrid_caches_is_followed_too(self):
+        """Its windows are kept like full attention, in one group."""
+        run = engine_run("cohere2", disable_hybrid_kv_cache_manager=True)
+        assert run.verdict == "same", (
+            [judged.finding.message for judged in run.checked.findings] if run.checked else run.error
+        )
+        assert run.layout == ["full 32"]
+        assert run.checked.num_followed == run.checked.num_steps
+
     def test_drafts_are_followed(self):
         speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
         run = engine_run("qwen3", speculative_config=speculation)

@@ -84,6 +84,28 @@ def histories(cases: list[tuple[Scenario, bool]], folder: Path) -> list[list[dic
     return [[json.loads(line) for line in run.splitlines()] for run in done.stdout.split("\n\n")[:-1]]
 
 
+def test_the_probe_of_a_class_is_that_class_with_hooks(target: Target):
+    """Of every registered connector that imports here: name, support for hybrid caches and abstractness are its own."""
+    code = """
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
+from diff_tests.vllm_target import kvprobe
+for name, get in sorted(KVConnectorFactory._registry.items()):
+    try:
+        base = get()
+    except ImportError:
+        continue
+    probe = getattr(kvprobe, name)
+    same = [supports_hma(kind) for kind in (probe, base)], probe.__abstractmethods__ == base.__abstractmethods__
+    print("probe of", name, issubclass(probe, base), probe.__name__ == base.__name__, *same)
+"""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment)
+    lines = [line.split(maxsplit=3) for line in done.stdout.splitlines() if line.startswith("probe of ")]
+    assert {name for _, _, name, _ in lines} > set(CONNECTORS), done.stderr[-2000:]
+    assert {told for *_, told in lines} == {f"True True [{hma}, {hma}] True" for hma in (True, False)}
+
+
 def _pairs(folder: Path) -> dict[str, list[tuple[Scenario, bool]]]:
     pairs = {}
     for name, (extra, with_worker, most_groups) in CONNECTORS.items():
