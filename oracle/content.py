@@ -53,7 +53,7 @@ class GroupView:
     replay_window: that many tokens before the end of a hit are computed again, the group being not cached. In tokens.
     """
 
-    def __init__(self, index: int, group: AnyGroup, block_size: int) -> None:
+    def __init__(self, index: int, group: AnyGroup, block_size: int, checkpoints_are_aligned: bool = True) -> None:
         self.index = index
         self.kind = group.kind
         self.block_size = block_size
@@ -61,7 +61,7 @@ class GroupView:
         self.holds_states = isinstance(group, Mamba) and group.mode == "align"
         self.num_scratch = group.speculative_blocks if isinstance(group, Mamba) else 0
         self.has_checkpoints = isinstance(group, Mamba) and group.checkpoint_blocks > 0
-        self.checkpoint_step = (isinstance(group, Mamba) and group.checkpoint_alignment) or 1
+        self.checkpoint_step = (isinstance(group, Mamba) and checkpoints_are_aligned and group.checkpoint_alignment) or 1
         is_replayed = isinstance(group, SlidingWindowMLA) and group.bounded_replay
         self.replay_window = group.window if isinstance(group, SlidingWindowMLA) and is_replayed else 0
         self._group = group
@@ -300,7 +300,12 @@ class Replay:
     def __init__(self, scenario: Scenario, rules: Rules, restores_windows: bool = False) -> None:
         """restores_windows: with external tokens comes what else would be computed again, see `replay_window`."""
         self.groups = [
-            GroupView(i, group, effective_block_size(group, scenario.engine.dcp, rules))
+            GroupView(
+                i,
+                group,
+                effective_block_size(group, scenario.engine.dcp, rules),
+                checkpoints_are_aligned=rules.checkpoints_at_positions,
+            )
             for i, group in enumerate(scenario.groups)
         ]
         self.prefixes = Prefixes(scenario)

@@ -303,6 +303,20 @@ def test_law_3_ends_of_blocks_that_a_step_passed_over(num_shared: int, findings:
     assert [(f.cause, f.step, f.positions) for f in verdicts(case, history_of(case))] == findings
 
 
+@pytest.mark.parametrize(("release", "found"), [("0.29.0", []), ("0.31.0", ["outdated_state_key"])])
+def test_law_3_checkpoints_that_have_no_alignment(release: str, found: list[str]) -> None:
+    """In 0.29 a group says how many checkpoints its steps leave, not where they may lie: one after 3 tokens is in order."""
+    case = scenario(
+        "{blocks: 4, max_model_len: 8}",
+        "[{kind: mamba, block: 3, mode: align, checkpoint_blocks: 1, checkpoint_alignment: 2}]",
+        "[{add: {id: A, prompt: [[a, 4]], max_tokens: 1}}, {step: 1}]",
+        "null",
+    )
+    history = Simulator(case, rules_of("0.29.0")).history()
+    assert (scheduled(history, 1).scheduled, scheduled(history, 1).keys) == ({"A": 4}, [CachedKey(0, 0, 3, [1])])
+    assert [finding.cause for finding in judge(case, history, rules_of(release), None)] == found
+
+
 @pytest.mark.parametrize(("release", "findings"), [("0.31.0", [("passed_over_key", 2, [2])]), ("0.32.0", [])])
 def test_law_3_entries_for_states_of_drafts_that_a_step_passed_over(release: str, findings: list[object]) -> None:
     """B's second step, [4, 17), writes the states after 16 and 17 tokens. Up to 0.31 vLLM leaves the drafts' blocks
