@@ -31,7 +31,7 @@ from sim.history import Scheduled, Updated
 from sim.scenario import Add, ScenarioError, check
 
 
-def engine_run(name: str, vllm: str = "current", **settings: Any) -> ModelRun:
+def engine_run(name: str, vllm: str = "current", http: bool = False, **settings: Any) -> ModelRun:
     """The matrix in an engine of its own, with further engine arguments. Skips where the release is not here."""
     if vllm == "current" and importlib.util.find_spec("vllm") is None:
         pytest.skip("no vLLM is installed in this environment")
@@ -39,7 +39,7 @@ def engine_run(name: str, vllm: str = "current", **settings: Any) -> ModelRun:
         pytest.skip(f"vLLM {vllm} is not in the cache; fetch it with `kvoracle vllm add {vllm}`")
     model = replace(MODELS[name], settings={**MODELS[name].settings, **settings})
     with Target(vllm, timeout_s=ENGINE_TIMEOUT_S, for_engines=True) as target:
-        return run_model(target, model, probed_connector(None), http=False)
+        return run_model(target, model, probed_connector(None), http)
 
 
 def table(run: ModelRun) -> list[tuple]:
@@ -70,6 +70,17 @@ class TestInAnEngine:
         assert all(row.selected == row.received == row.written for row in run.rows)
         assert run.checked.num_followed == run.checked.num_steps > 0
         assert acts(run) == {("fill", "forward")}
+
+    def test_the_same_over_http(self):
+        """When requests meet is the server's business; who shares what is not."""
+        run = engine_run("qwen3", http=True)
+        assert run.verdict == "same", (
+            [judged.finding.message for judged in run.checked.findings] if run.checked else run.error
+        )
+        assert [row[1:3] for row in table(run)] == [((0, 1620), list(range(102)))] + [((1616, 1620), [101])] * 2
+        assert {row.act for row in run.rows} == {act.name for act in matrix(16)}
+        assert all(row.selected == row.received == row.written for row in run.rows)
+        assert run.checked.num_followed == run.checked.num_steps
 
     def test_new_blocks_are_zeroed_before_they_are_filled(self):
         run = engine_run("granite")
