@@ -6,6 +6,7 @@ An entry of `known_issues.toml` matches a finding, never a scenario. Its fields:
 - `releases`: those that have it. `law`, `cause`: of the findings; several causes where one defect shows in several ways.
 - `raises`: of a finding about an exception, which one: see `Raised`.
 - `groups`: kinds of the finding's group; missing: any. `where`: what else must hold, see `_WHERE`.
+- `follows`: ids of entries without which this one does not come about, so that its scenario shows their findings too.
 - `scenario`: the smallest one that shows it. `script`: shows it on its own and exits with an error where vLLM has the
   issue. Both are paths from the root of the repository.
 """
@@ -69,6 +70,7 @@ class KnownIssue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     raises: Raised | None = None
     groups: list[str] = []
     where: dict[str, Value] = {}
+    follows: list[str] = []
     upstream: str | None = None
 
 
