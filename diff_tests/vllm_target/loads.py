@@ -15,10 +15,11 @@ _FAIL_BY_REQUEST = "failed_recving" in {field.name for field in dataclasses.fiel
 
 
 class _Granted(NamedTuple):
-    """External tokens that a request was granted: in which step, and (table index, block ID) of each of their blocks in
-    all groups, nulls left out."""
+    """External tokens that a request was granted: in which step, whether they come with it, and (table index, block ID) of
+    each of their blocks in all groups, nulls left out."""
 
     step: int
+    comes_with_step: bool
     blocks: list[tuple[int, int]]
 
 
@@ -56,7 +57,7 @@ class Loads:
                 for index in range(start // size, min(-(-(start + num_external) // size), len(table)))  # all they touch
                 if table[index]
             ]
-            self._granted[request_id] = _Granted(record.step, blocks)
+            self._granted[request_id] = _Granted(record.step, request_id in record.scheduled, blocks)
 
     def arrive(self, request_id: str) -> None:
         """The load is complete. Without a load under way nothing happens."""
@@ -80,7 +81,7 @@ class Loads:
             if not is_over:
                 self._arrived[request_id] = None
                 self._failed[request_id] = lost
-        elif granted.step in steps_in_flight:
+        elif granted.comes_with_step and granted.step in steps_in_flight:
             self._lost_in_step.setdefault(granted.step, set()).update(lost)
 
     def report(self, record: Updated) -> KVConnectorOutput | None:
