@@ -68,21 +68,23 @@ class Loads:
             self._arrived[request_id] = None
 
     def fail(self, request_id: str, from_block: int, steps_in_flight: Collection[int]) -> None:
-        """The load has failed from its table entry `from_block` on. Without a load under way, or one of a step in flight,
-        nothing happens."""
-        request = self._scheduler.requests.get(request_id)
+        """The load has failed from its table entry `from_block` on. Nothing happens unless it comes with a step in flight,
+        whatever has become of its request, or is one that arrives later and is waited for."""
         granted = self._granted.get(request_id)
-        if request is None or granted is None:
+        if granted is None:
             return
         first = from_block if len(self._block_sizes) == 1 else 0
         lost = [block_id for index, block_id in granted.blocks if index >= first]
-        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-            is_over = request_id in self._scheduler.finished_recving_kv_req_ids or request_id in self._arrived
-            if not is_over:
-                self._arrived[request_id] = None
-                self._failed[request_id] = lost
-        elif granted.comes_with_step and granted.step in steps_in_flight:
-            self._lost_in_step.setdefault(granted.step, set()).update(lost)
+        if granted.comes_with_step:
+            if granted.step in steps_in_flight:
+                self._lost_in_step.setdefault(granted.step, set()).update(lost)
+            return
+        request = self._scheduler.requests.get(request_id)
+        is_awaited = request is not None and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        is_over = request_id in self._scheduler.finished_recving_kv_req_ids or request_id in self._arrived
+        if is_awaited and not is_over:
+            self._arrived[request_id] = None
+            self._failed[request_id] = lost
 
     def report(self, record: Updated) -> KVConnectorOutput | None:
         """What the worker reports with a step's output; the record is told."""
