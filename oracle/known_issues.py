@@ -29,10 +29,14 @@ from sim.geometry import FULL_LIKE, block_sizes, effective_block_size, has_parti
 from sim.releases import Rules
 from sim.scenario import Add, AnyGroup, ChunkedLocal, LoadFailed, Mamba, Scenario, SlidingWindow, SlidingWindowMLA
 from sim.speculation import num_lookahead
-from sim.startup import smallest_pool
+from sim.startup import smallest_pool, startup_blocks
 
 Value = bool | str | list[str] | dict[str, bool | str | list[str]]
 """What something has to be: this value, one of these, or (true, false) set or not; or several fields of it."""
+
+
+WINDOWS = SlidingWindow | SlidingWindowMLA | ChunkedLocal
+"""Groups that give back the blocks that a window or a chunk has left."""
 
 
 class Raised(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -197,6 +201,26 @@ def _loads_later(subject: _Subject, wanted: Value) -> bool:
     return any(isinstance(step, Add) and step.load == "async" for step in subject.scenario.steps) == wanted
 
 
+def _load_over_cap(subject: _Subject, wanted: Value) -> bool:
+    scenario, rules = subject.scenario, subject.rules
+    adds = [step for step in scenario.steps if isinstance(step, Add) and step.load == "async"]
+    longest = max((add.num_prompt_tokens + add.max_tokens for add in adds), default=0)
+    return (
+        any(
+            isinstance(group, WINDOWS)
+            and math.ceil(longest / effective_block_size(group, scenario.engine.dcp, rules)) > cap
+            for group, cap in zip(scenario.groups, startup_blocks(scenario, rules), strict=True)
+        )
+        == wanted
+    )
+
+
+def _load_leaves_nothing(subject: _Subject, wanted: Value) -> bool:
+    adds = [step for step in subject.scenario.steps if isinstance(step, Add) and step.load == "async"]
+    replays = any(isinstance(group, SlidingWindowMLA) and group.bounded_replay for group in subject.scenario.groups)
+    return any(add.num_prompt_tokens == 1 or replays for add in adds) == wanted
+
+
 def _drafts_over_promise(subject: _Subject, wanted: Value) -> bool:
     scenario, rules = subject.scenario, subject.rules
     speculative = scenario.engine.speculative
@@ -212,7 +236,7 @@ def _drafts_over_promise(subject: _Subject, wanted: Value) -> bool:
 
 def _lookahead_over_promise(subject: _Subject, wanted: Value) -> bool:
     engine = subject.scenario.engine
-    windows = [g for g in subject.scenario.groups if isinstance(g, (SlidingWindow, SlidingWindowMLA, ChunkedLocal))]
+    windows = [group for group in subject.scenario.groups if isinstance(group, WINDOWS)]
     sizes = [effective_block_size(group, engine.dcp, subject.rules) for group in windows]
     return _pool_lacks(subject, sum(math.ceil(num_lookahead(engine) / size) for size in sizes)) == wanted
 
@@ -266,6 +290,8 @@ _WHERE: dict[str, Callable[[_Subject, Value], bool]] = {
     "copies_over_promise": _copies_over_promise,  # hits end inside blocks, and the pool may lack those that are copied
     "states_over_promise": _states_over_promise,  # the pool may lack blocks for states that a step in flight reads
     "loads_later": _loads_later,  # some request's external tokens arrive after the step that grants them
+    "load_over_cap": _load_over_cap,  # a late load's request has a longer table than it can hold blocks, in some window
+    "load_leaves_nothing": _load_leaves_nothing,  # a late load brings a prompt of one token, or is computed again
     "drafts_over_promise": _drafts_over_promise,  # the pool may lack the blocks that are set aside for drafts
     "lookahead_over_promise": _lookahead_over_promise,  # the pool may lack slots behind a step's tokens, in windows
     "load_failed": _load_failed,  # a load of the scenario that is sync, or async, fails

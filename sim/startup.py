@@ -9,9 +9,14 @@ from sim.releases import Rules
 from sim.scenario import Scenario
 
 
+def startup_blocks(scenario: Scenario, rules: Rules) -> list[int]:
+    """Blocks that the start-up check reserves for one request of the maximum length, per group."""
+    engine = msgspec.structs.replace(scenario.engine, blocks=2)
+    kv = KVCacheManager(msgspec.structs.replace(scenario, engine=engine), rules)
+    return [group.startup_blocks() for group in kv.groups]
+
+
 def smallest_pool(scenario: Scenario, rules: Rules) -> int:
     """The smallest pool, in blocks and with the null block, that vLLM's start-up check accepts for the scenario's
     groups and limits. Smaller pools are valid scenarios, but nothing is promised for them."""
-    engine = msgspec.structs.replace(scenario.engine, blocks=2)
-    kv = KVCacheManager(msgspec.structs.replace(scenario, engine=engine), rules)
-    return 1 + sum(group.startup_blocks() for group in kv.groups)
+    return 1 + sum(startup_blocks(scenario, rules))

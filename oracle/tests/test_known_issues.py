@@ -293,6 +293,43 @@ def test_pools_without_slots_behind_a_window(drafts: str, groups: str, promised:
         assert fits == (blocks < promised + num_more)
 
 
+@pytest.mark.parametrize(
+    ("group", "load", "num_tokens", "fits"),
+    [
+        ("{kind: sliding_window, block: 4, window: 4}", "async", 24, False),  # 6 blocks, and a request holds up to 6
+        ("{kind: sliding_window, block: 4, window: 4}", "async", 25, True),
+        ("{kind: sliding_window, block: 4, window: 4}", "sync", 25, False),
+        ("{kind: chunked_local, block: 4, chunk: 4}", "async", 20, False),
+        ("{kind: chunked_local, block: 4, chunk: 4}", "async", 21, True),
+        ("{kind: full, block: 4}", "async", 60, False),
+    ],
+)
+def test_late_loads_with_more_entries_than_blocks(group: str, load: str, num_tokens: int, fits: bool) -> None:
+    add = f"{{add: {{id: A, prompt: [[a, {num_tokens - 1}]], max_tokens: 1, external: 8, load: {load}}}}}"
+    engine = "{blocks: 20, max_model_len: 64, max_num_batched_tokens: 16}"
+    case = scenario(engine, f"[{group}]", f"[{add}]", "{name: scripted}")
+    assert explains(entry("where = { load_over_cap = true }"), finding(group=None), case, rules_of("0.30.0")) == fits
+
+
+REPLAYED = "{kind: sliding_window_mla, block: 4, window: 4, bounded_replay: true}"
+
+
+@pytest.mark.parametrize(
+    ("groups", "load", "num_tokens", "fits"),
+    [
+        ("{kind: mla, block: 4}", "async", 1, True),
+        ("{kind: mla, block: 4}", "sync", 1, False),
+        ("{kind: mla, block: 4}", "async", 2, False),
+        (f"{{kind: mla, block: 4}}, {REPLAYED}", "async", 2, True),
+        (f"{{kind: mla, block: 4}}, {REPLAYED}", "sync", 2, False),
+    ],
+)
+def test_late_loads_that_leave_nothing_computed(groups: str, load: str, num_tokens: int, fits: bool) -> None:
+    add = f"{{add: {{id: A, prompt: [[a, {num_tokens}]], max_tokens: 1, external: 2, load: {load}}}}}"
+    case = scenario("{blocks: 40, max_model_len: 64}", f"[{groups}]", f"[{add}]", "{name: scripted}")
+    assert explains(entry("where = { load_leaves_nothing = true }"), finding(group=None), case, rules_of("0.30.0")) == fits
+
+
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_loads_that_arrive_later(load: str) -> None:
     add = f"{{add: {{id: A, prompt: [[a, 9]], max_tokens: 1, external: 8, load: {load}}}}}"
