@@ -541,7 +541,9 @@ class Replay:
         num_external = record.external.get(request, 0)
         start = record.hits.get(request, 0) + num_external
         num_replayed = self._replay_window if start > 0 and is_admitted else 0
-        goes_on = stay is not None and not stay.is_admitted and is_admitted and start > 0 and not num_external
+        nothing_came = stay is not None and stay.lost_load and stay.num_found == 0  # its blocks were let go
+        waits = stay is not None and not stay.is_admitted and not nothing_came
+        goes_on = waits and is_admitted and start > 0 and not num_external
         if stay is not None and goes_on:
             stay.is_admitted = True
             stay.num_computed = start - num_replayed  # the last token loaded may be computed again, too
@@ -550,7 +552,7 @@ class Replay:
                 self.unloaded.append(stay)
             return
         keeps_blocks = record.tables is None or record.tables.get(request) == self.tables.get(request)
-        loads_again = stay is not None and not (stay.is_admitted or is_admitted or stay.loads)
+        loads_again = stay is not None and waits and not (is_admitted or stay.loads)
         if stay is not None and loads_again and keeps_blocks:
             # A prompt of one token that came whole counts as not computed at all, nor does a load that failed: it is asked
             # about and loaded again, into the blocks that it has, where what came before stays.

@@ -373,16 +373,18 @@ class Scheduler:
         )
 
     def _grant(self, request: Request, found: Found, size: Size, plan: Plan) -> None:
-        """What was found counts as computed, less what is computed again."""
+        """What was found counts as computed, less what is computed again. Of a load that failed within the last window,
+        which would be computed again whole, nothing counts."""
         if self.connector is not None:
             self.connector.allocated(request.id, found.num_external)
+        num_replayed = request.num_replayed if request.num_computed > 0 else 0
         request.num_computed = found.num_computed - size.num_replayed
         if found.num_external > 0:
             request.external = self.kv.blocks_of(request, found.num_computed - found.num_external, found.num_computed)
         if found.loads_later and self.rules.loads_skip_zeroing_by_range:
             self.kv.skip_zeroing(request, request.num_computed - found.num_external, request.num_computed)
         plan.external[request.id] = found.num_external
-        plan.hits[request.id] = found.num_computed + request.num_replayed - found.num_external
+        plan.hits[request.id] = found.num_computed + num_replayed - found.num_external
         request.num_replayed = 0
 
     def _admit(self, request: Request, size: Size, plan: Plan) -> None:
@@ -524,7 +526,7 @@ class Scheduler:
             cut = [blocks[: aligned // group.block_size] for blocks, group in zip(hits.blocks, self.kv.groups, strict=True)]
             return self._without_short_hit(Found(Hits(cut, aligned), num_external, loads_later, restores))
         if inside:
-            num_external, loads_later = 0, False
+            num_external, loads_later, restores = 0, False, False
         return self._without_short_hit(Found(hits, num_external, loads_later, restores))
 
     def _without_short_hit(self, found: Found) -> Found:

@@ -110,10 +110,18 @@ def _choose_match_unit(draft: Draft) -> int | None:
     return draft.chooser.one_of([unit for unit in range(1, common + 1) if common % unit == 0])
 
 
+def _may_recompute(draft: Draft) -> bool:
+    """Whether what a failed load leaves can be followed. With drafts and steps in flight a request goes on counting tokens
+    that never come (known issue placeholder-of-failed-load), so that nobody can tell where its next step begins; a lone
+    group of states is taken back to the start of the block that was lost, where there is no state."""
+    counts_on = {"speculative", "async_scheduling"} <= draft.on
+    return not counts_on and not (len(draft.groups) == 1 and isinstance(draft.groups[0], Mamba))
+
+
 def make_connector(draft: Draft) -> Connector | None:
     """None, the connector under test, or one that answers what the requests say."""
     if draft.is_scripted:
-        recomputes = "failed_loads" in draft.on and draft.chooser.flag(0.6)
+        recomputes = "failed_loads" in draft.on and draft.chooser.flag(0.6) and _may_recompute(draft)
         return Connector(name="scripted", load_failure="recompute" if recomputes else "fail")
     if not draft.on & {"connector", "direct"}:
         return None
