@@ -197,6 +197,16 @@ def _states_over_promise(subject: _Subject, wanted: Value) -> bool:
     return (num_states > 0 and _pool_lacks(subject, num_states + _num_copied_blocks(subject))) == wanted
 
 
+def _keeps_passed_states(subject: _Subject, wanted: Value) -> bool:
+    engine = subject.scenario.engine
+    return (engine.async_scheduling or engine.speculative is not None) == wanted
+
+
+def _blocks_differ(subject: _Subject, wanted: Value) -> bool:
+    sizes = {effective_block_size(group, subject.scenario.engine.dcp, subject.rules) for group in subject.scenario.groups}
+    return (len(sizes) > 1) == wanted
+
+
 def _loads_later(subject: _Subject, wanted: Value) -> bool:
     return any(isinstance(step, Add) and step.load == "async" for step in subject.scenario.steps) == wanted
 
@@ -289,6 +299,8 @@ _WHERE: dict[str, Callable[[_Subject, Value], bool]] = {
     "load_failure": _load_failure,  # what becomes of a request whose load failed
     "copies_over_promise": _copies_over_promise,  # hits end inside blocks, and the pool may lack those that are copied
     "states_over_promise": _states_over_promise,  # the pool may lack blocks for states that a step in flight reads
+    "keeps_passed_states": _keeps_passed_states,  # a step in flight, or wrong drafts, keep a state that was passed
+    "blocks_differ": _blocks_differ,  # the groups' blocks hold different numbers of tokens
     "loads_later": _loads_later,  # some request's external tokens arrive after the step that grants them
     "load_over_cap": _load_over_cap,  # a late load's request has a longer table than it can hold blocks, in some window
     "load_leaves_nothing": _load_leaves_nothing,  # a late load brings a prompt of one token, or is computed again

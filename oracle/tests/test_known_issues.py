@@ -294,6 +294,22 @@ def test_pools_without_slots_behind_a_window(drafts: str, groups: str, promised:
 
 
 @pytest.mark.parametrize(
+    ("engine", "fits"), [("", False), (", async_scheduling: true", True), (", speculative: {tokens: 1}", True)]
+)
+def test_states_that_are_kept_when_they_are_passed(engine: str, fits: bool) -> None:
+    case = scenario(f"{{blocks: 20, max_model_len: 64{engine}}}", "[{kind: full, block: 4}]", "[{step: 1}]", "null")
+    issue = entry("where = { keeps_passed_states = true }")
+    assert explains(issue, finding(group=None), case, rules_of("0.30.0")) == fits
+
+
+@pytest.mark.parametrize(("other", "fits"), [("{kind: mla, block: 4}", False), ("{kind: mla, block: 8}", True)])
+def test_blocks_of_several_sizes(other: str, fits: bool) -> None:
+    groups = f"[{{kind: full, block: 4}}, {other}]"
+    case = scenario("{blocks: 40, max_model_len: 64}", groups, "[{step: 1}]", "null")
+    assert explains(entry("where = { blocks_differ = true }"), finding(group=None), case, rules_of("0.30.0")) == fits
+
+
+@pytest.mark.parametrize(
     ("group", "load", "num_tokens", "fits"),
     [
         ("{kind: sliding_window, block: 4, window: 4}", "async", 24, False),  # 6 blocks, and a request holds up to 6
