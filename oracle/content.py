@@ -168,21 +168,23 @@ class Stay:
     leaves.
     num_known: tokens known for certain (without drafts: no limit). num_in_flight: scheduled in steps whose output has not
     been processed; followed with drafts only. num_prefill: tokens that were known for certain when it began. room: tokens
-    that have slots in every group. sources: by group of states, the block with the state to go on from. lost_load: a load
-    did not bring all that it was to bring. replays: tokens that it found are computed again, though its states are those
-    after them.
+    that have slots in every group. sources: by group of states, the block with the state to go on from. num_given: tokens
+    of those there at the admission that are not computed again. num_lost: leading tokens that were there, or so it seemed,
+    when a load turned out to have failed; 0 if none did. replays: tokens that it found are computed again, though its
+    states are those after them.
     """
 
     __slots__ = (
         "is_admitted",
         "loads",
-        "lost_load",
         "num_computed",
         "num_external",
         "num_found",
+        "num_given",
         "num_in_flight",
         "num_known",
         "num_local",
+        "num_lost",
         "num_prefill",
         "num_prompt",
         "replays",
@@ -203,8 +205,8 @@ class Stay:
         self.num_found = num_local + num_external
         self.is_admitted = True
         self.loads = False
-        self.lost_load = False
-        self.num_computed = self.num_found - num_replayed
+        self.num_lost = 0
+        self.num_given = self.num_computed = self.num_found - num_replayed
         self.replays = num_replayed > 0
         self.num_known = _ENDLESS
         self.num_prefill = _ENDLESS
@@ -214,19 +216,19 @@ class Stay:
 
     def fall_back(self, num_tokens: int) -> None:
         """No more than the first `num_tokens` tokens are there."""
+        self.num_lost = max(self.num_lost, self.num_reached)
         self.num_local = min(self.num_local, num_tokens)
         self.num_found = min(self.num_found, num_tokens)
-        self.num_computed = min(self.num_computed, num_tokens)
+        self.num_given = self.num_computed = min(self.num_computed, num_tokens)
         self.loads = False
-        self.lost_load = True
 
     def load_again(self, num_found: int, num_external: int) -> None:
         """Of its first `num_found` tokens the last `num_external` are under way once more."""
         self.num_local = num_found if self.num_found == num_found else num_found - num_external
         self.num_external = num_external
-        self.num_found = self.num_computed = num_found
+        self.num_found = self.num_given = self.num_computed = num_found
         self.loads = True
-        self.lost_load = False
+        self.num_lost = 0
 
     @property
     def num_written(self) -> int:
@@ -289,7 +291,9 @@ class Replay:
     fresh: blocks that entered a table to be written. hits: blocks that came in for their content, and that content.
     nulls: (stay, group, position, tokens computed so far) of new null entries. replaced: entries of a stay that now name
     another block. advanced: entries of states that the step writes. stateless: those whose state to go on from has left the
-    table. overwritten: held blocks that were zeroed or copied over. unloaded: stays admitted before their load arrived.
+    table. missing: entries without what a stay whose load failed needs to go on, null or with another state, and how many
+    tokens it goes on behind. overwritten: held blocks that were zeroed or copied over. unloaded: stays admitted before
+    their load arrived.
     homeless: (stay, first token, number) of scheduled tokens without slots. preempted: the stays that a preemption ended.
     new_keys: (group, add, tokens, block) of links of the prefix cache that are new, or whose block got new content.
 
@@ -333,6 +337,7 @@ class Replay:
         self.replaced: list[Entry] = []
         self.advanced: list[Entry] = []
         self.stateless: list[Entry] = []
+        self.missing: list[tuple[Entry, int]] = []
         self.overwritten: list[int] = []
         self.unloaded: list[Stay] = []
         self.homeless: list[tuple[Stay, int, int]] = []
@@ -345,6 +350,7 @@ class Replay:
             self.replaced,
             self.advanced,
             self.stateless,
+            self.missing,
             self.overwritten,
             self.unloaded,
             self.homeless,
@@ -352,6 +358,7 @@ class Replay:
             self.new_keys,
         )
         self._doubted: dict[str, list[Entry]] = {}
+        self._fallen: dict[str, Stay] = {}
         self._keys: set[tuple[int, int, int, int]] = set()
         self._rewritten: set[int] = set()
         self._lives: dict[str, deque[int]] = {}
@@ -432,6 +439,8 @@ class Replay:
             if stay is not None:
                 if stay.num_computed + num_tokens > stay.room:
                     self.homeless.append((stay, stay.num_computed, num_tokens))
+                if self._fallen and self._fallen.pop(request, None) is stay:
+                    self._find_missing(stay)
                 targets = self._advance_states(stay, num_tokens) if self._state_groups else ()
                 stay.num_computed += num_tokens
                 if sent is not None:
@@ -443,8 +452,8 @@ class Replay:
             self._in_flight.append(sent)
 
     def _lose(self, lost: set[int]) -> None:
-        """Loads wrote nothing into these blocks. Who was to find it there has to compute it, from the first such block on;
-        who shares it looks again when it is scheduled next."""
+        """Loads wrote nothing into these blocks. Who was to find it there has to compute it, from the first such block on,
+        unless it has done so anyway; who shares it looks again when it is scheduled next."""
         for request, tables in self.tables.items():
             stay = self.stays[request]
             for group in self.groups:
@@ -452,8 +461,12 @@ class Replay:
                     if block not in lost:
                         continue
                     content = self.contents[block]
+                    start = position * group.block_size
                     if content is not None and content.stay is stay:
-                        stay.fall_back(position * group.block_size)
+                        if start < stay.num_given:
+                            stay.fall_back(start)
+                            self._fallen[request] = stay
+                            self._void_states(stay, tables, start)
                     else:
                         self._doubted.setdefault(request, []).append(Entry(stay, group.index, position, block))
 
@@ -541,12 +554,13 @@ class Replay:
         num_external = record.external.get(request, 0)
         start = record.hits.get(request, 0) + num_external
         num_replayed = self._replay_window if start > 0 and is_admitted else 0
-        nothing_came = stay is not None and stay.lost_load and stay.num_found == 0  # its blocks were let go
+        is_asked_about = any(asked == request for asked, _, _ in record.asked or ())
+        nothing_came = stay is not None and stay.num_lost > 0 and (not stay.num_found or is_asked_about)  # it was let go
         waits = stay is not None and not stay.is_admitted and not nothing_came
         goes_on = waits and is_admitted and start > 0 and not num_external
         if stay is not None and goes_on:
             stay.is_admitted = True
-            stay.num_computed = start - num_replayed  # the last token loaded may be computed again, too
+            stay.num_given = stay.num_computed = start - num_replayed  # the last token loaded may be computed again, too
             stay.replays = num_replayed > 0
             if stay.loads:
                 self.unloaded.append(stay)
@@ -619,6 +633,30 @@ class Replay:
             for entry in self._doubted.pop(request, ()):
                 if entry.stay is self.stays.get(request):
                     self.hits.append((entry, self.contents[entry.block]))
+
+    def _void_states(self, stay: Stay, tables: Sequence[Table], num_tokens: int) -> None:
+        """States after more than the first `num_tokens` tokens were computed from what was not there."""
+        for group in self._state_groups:
+            for block in tables[group.index]:
+                content = self.contents[block]
+                if content is not None and content.stay is stay and content.until > num_tokens:
+                    self.contents[block] = content._replace(until=_NO_STATE, since=None)
+
+    def _find_missing(self, stay: Stay) -> None:
+        """What a stay goes on from after its load failed: tokens that the next one attends to, or the state before it."""
+        for group in self.groups:
+            table = self.tables[stay.request][group.index]
+            if group.holds_states:
+                source = stay.sources.get(group.index, NULL)
+                content = self.contents[source]
+                is_there = content is not None and content.stay is stay and content.until == stay.num_computed
+                if stay.num_computed and not is_there:
+                    position = group.last_position(stay.num_computed)
+                    self.missing.append((Entry(stay, group.index, position, source), stay.num_computed))
+            elif not group.replay_window:
+                for position in range(group.last_position(stay.num_computed) + 1):
+                    if table[position] == NULL and not group.may_be_null(position, stay.num_computed, stay.num_prompt):
+                        self.missing.append((Entry(stay, group.index, position, NULL), stay.num_computed))
 
     # -- tables --------------------------------------------------------------------------------------------------------
 

@@ -45,7 +45,9 @@ def _check_state_writer(trial: Trial, entry: Entry) -> None:
         others = sorted({request for request, _, _ in trial.replay.holders(entry.block)} - {stay.request})
         whom = " and ".join(others) or "twice by itself"
         message = f"position {entry.position}: block {entry.block} gets the next state, but is also held by {whom}"
-        _report_entry(trial, "allocation", 2, "replayed_state" if stay.replays else "two_writers", entry, message)
+        was_lost = entry.position * trial.replay.groups[entry.group].block_size < stay.num_lost
+        cause = "failed_load_shared" if was_lost else "two_writers"
+        _report_entry(trial, "allocation", 2, "replayed_state" if stay.replays else cause, entry, message)
 
 
 def _num_readers(replay: Replay, written: Entry) -> int:
@@ -70,8 +72,8 @@ def check_content(trial: Trial, record: Scheduled | Updated) -> None:
         if not group.may_be_null(position, num_computed, stay.num_prompt):
             start = position * group.block_size
             message = (
-                f"position {position} is null, but {token_range(start, start + group.block_size)} are needed by the "
-                f"token at {num_computed}"
+                f"position {position} is null, but the token at {num_computed} needs "
+                f"{token_range(start, start + group.block_size)}"
             )
             trial.report(
                 "content", 3, "needed_block_null", message, request=stay.request, group=index, positions=[position]
@@ -83,6 +85,8 @@ def check_content(trial: Trial, record: Scheduled | Updated) -> None:
     for entry in replay.stateless:
         message = f"the state to go on from was in block {entry.block}, which is no longer in the table"
         _report_entry(trial, "content", 3, "state_lost", entry, message)
+    for entry, num_computed in replay.missing:
+        _report_missing(trial, entry, num_computed)
     for entry in replay.replaced:
         message = f"position {entry.position} now names block {entry.block}, which {replay.describe(entry.block)}"
         _report_entry(trial, "content", 3, "entry_replaced", entry, message)
@@ -92,6 +96,18 @@ def check_content(trial: Trial, record: Scheduled | Updated) -> None:
         trial.report("content", 3, "held_block_overwritten", message, request=request, group=index, positions=[position])
     for group_index, request_index, num_tokens, block in replay.new_keys:
         _check_key(trial, group_index, request_index, num_tokens, block)
+
+
+def _report_missing(trial: Trial, entry: Entry, num_computed: int) -> None:
+    """A stay whose load failed goes on from a token without what that one needs."""
+    group = trial.replay.groups[entry.group]
+    if group.holds_states:
+        what = f"no block has the state after {num_computed} tokens"
+    else:
+        start = entry.position * group.block_size
+        what = f"it needs {token_range(start, start + group.block_size)}, but position {entry.position} is null"
+    message = f"computed again from token {num_computed} on, as its load failed; {what}"
+    _report_entry(trial, "content", 3, "missing_before_failed_load", entry, message)
 
 
 def _check_hit(trial: Trial, entry: Entry, content: Content | None, found: int) -> None:
@@ -116,7 +132,7 @@ def _check_hit(trial: Trial, entry: Entry, content: Content | None, found: int) 
 
 def _hit_cause(trial: Trial, entry: Entry, content: Content | None, num_tokens: int, found: int) -> str:
     """Why a block is hit that does not hold the first `num_tokens` tokens: the key of the block that was found was wrong
-    from the start, or a load failed that was to bring them and who was to compute them instead has left."""
+    from the start, or a load failed that was to bring them, and who was to compute them instead has not."""
     key_cause, writer = trial.wrong_keys.get((entry.group, found), (None, None))
     if key_cause and writer is _writer(content):
         return f"hit_{key_cause}"
@@ -124,8 +140,8 @@ def _hit_cause(trial: Trial, entry: Entry, content: Content | None, num_tokens: 
         return "hit_wrong_tokens"
     is_own = content.group == entry.group and content.position == entry.position
     common = trial.replay.prefixes.common(content.stay.request_index, entry.stay.request_index)
-    has_left = content.stay.lost_load and trial.replay.stays.get(content.stay.request) is not content.stay
-    return "hit_failed_load" if has_left and is_own and common >= num_tokens else "hit_wrong_tokens"
+    was_lost = content.stay.num_lost >= num_tokens
+    return "hit_failed_load" if was_lost and is_own and common >= num_tokens else "hit_wrong_tokens"
 
 
 def _check_key(trial: Trial, group_index: int, request_index: int, num_tokens: int, block: int) -> None:
@@ -161,6 +177,8 @@ def _key_cause(trial: Trial, group_index: int, request_index: int, num_tokens: i
         return "replayed_state_key"
     if trial.replay.prefixes.common(content.stay.request_index, request_index) < num_tokens:
         return None
+    if 0 < content.until < num_tokens <= content.stay.num_lost:
+        return "failed_load_key"
     if content.until < 0:
         return "passed_over_key" if num_tokens < content.stay.num_computed else None
     if _state_went_on(content, num_tokens):

@@ -603,7 +603,7 @@ def test_law_3_who_shares_a_failed_load_must_not_read_too_early() -> None:
     first = scheduled(history, 2)
     assert first.scheduled == {"A": 16}
     first.scheduled["B"] = 3
-    assert causes(case, history[: history.index(first) + 1]) == ["hit_wrong_tokens"]
+    assert causes(case, history[: history.index(first) + 1]) == ["hit_failed_load"]
 
 
 def test_law_3_keys_of_a_failed_load_must_not_outlive_its_request() -> None:
@@ -612,6 +612,75 @@ def test_law_3_keys_of_a_failed_load_must_not_outlive_its_request() -> None:
     history = history_of(case)
     assert scheduled(history, 2).hits == {"C": 32}
     assert causes(case, history) == ["hit_failed_load"]
+
+
+@pytest.mark.parametrize(("threshold", "expected"), [(0, []), (4, ["hit_failed_load"])])
+def test_law_3_keys_of_a_failed_load_must_not_run_ahead_of_its_request(threshold: int, expected: list[str]) -> None:
+    """As vLLM lets them: A computes its 16 tokens again at once, or 4 in the step in which B hits them all."""
+    case = scenario(
+        f"{{blocks: 10, max_num_batched_tokens: 24, max_num_seqs: 4, long_prefill_token_threshold: {threshold}}}",
+        "[{kind: full, block: 8}]",
+        "[{add: {id: A, prompt: [[p, 17]], external: 16}}, {schedule: 1}, {load_failed: {id: A}}, {update: 1}, "
+        "{add: {id: B, prompt: [[p, 17]], max_tokens: 2}}, {run: 20}]",
+        "{name: scripted, load_failure: recompute}",
+    )
+    history = history_of(case)
+    assert scheduled(history, 2).hits == {"B": 16}
+    assert causes(case, history) == expected
+
+
+def test_law_3_the_key_of_a_state_whose_load_failed_must_not_run_ahead() -> None:
+    """As vLLM lets it: A computes the first token of its block again, and B hits the key of the second."""
+    case = scenario(
+        "{blocks: 9, max_num_batched_tokens: 8, max_num_seqs: 4, long_prefill_token_threshold: 1, "
+        "retention_interval: null}",
+        "[{kind: mamba, block: 2, mode: align}]",
+        "[{add: {id: A, prompt: [[p, 6]], max_tokens: 1, external: 1}}, {schedule: 1}, {load_failed: {id: A}}, "
+        "{update: 1}, {add: {id: B, prompt: [[p, 3]], max_tokens: 1}}, {run: 40}]",
+        "{name: scripted, load_failure: recompute}",
+    )
+    assert causes(case, history_of(case)) == ["failed_load_shared", "hit_failed_load", "failed_load_key"]
+
+
+FALLS = [
+    ("{kind: sliding_window, block: 1, window: 2}", 8, ["missing_before_failed_load"]),  # token 6 needs 5, too
+    ("{kind: sliding_window, block: 4, window: 4}", 11, ["missing_before_failed_load"]),  # blocks 1 and 2 are loaded
+    ("{kind: sliding_window, block: 1, window: 1}", 8, []),
+    ("{kind: chunked_local, block: 4, chunk: 4}", 12, []),  # a chunk begins where the block does
+    ("{kind: chunked_local, block: 4, chunk: 6}", 20, ["missing_before_failed_load"]),  # token 16 needs 12 to 15, too
+    ("{kind: mamba, block: 2, mode: align}", 9, ["missing_before_failed_load"]),
+    ("{kind: mamba, block: 8, mode: align}", 8, []),  # from the first token on
+    ("{kind: full, block: 2}", 9, []),
+    ("{kind: sliding_window_mla, block: 1, window: 2, bounded_replay: true}", 8, []),  # the step computed them anyway
+]
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize(("group", "num_prompt", "expected"), FALLS)
+def test_law_3_who_computes_again_has_what_it_needs(group: str, num_prompt: int, expected: list[str], load: str) -> None:
+    """As vLLM lets it: all but the last token of the prompt is loaded, and fails from the first block loaded on."""
+    case = scenario(
+        "{blocks: 30, max_model_len: 32}",
+        f"[{group}]",
+        f"[{{add: {{id: A, prompt: [[p, {num_prompt}]], max_tokens: 2, external: {num_prompt - 1}, load: {load}}}}}, "
+        "{schedule: 1}, {load_failed: {id: A}}, {update: 1}, {load_done: A}, {run: 20}]",
+        "{name: scripted, load_failure: recompute}",
+    )
+    assert causes(case, history_of(case)) == expected
+
+
+def test_law_3_a_load_that_failed_and_is_not_asked_for_again_leaves_nothing() -> None:
+    """In several groups nothing of A's load counts. Looked for again, its prompt is found in the blocks of B."""
+    case = scenario(
+        "{blocks: 12}",
+        "[{kind: sliding_window_mla, block: 3, window: 1, bounded_replay: true}, {kind: full, block: 3}]",
+        "[{add: {id: A, prompt: [[p, 13]], max_tokens: 1, external: 10, load: async}}, {step: 1}, {load_failed: {id: A}}, "
+        "{add: {id: B, prompt: [[p, 12]], max_tokens: 1}}, {run: 20}]",
+        "{name: scripted, load_failure: recompute}",
+    )
+    history = history_of(case)
+    assert scheduled(history, 3).hits == {"A": 12}
+    assert causes(case, history) == []
 
 
 def test_law_3_a_load_that_failed_may_come_again() -> None:
