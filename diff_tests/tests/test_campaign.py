@@ -23,7 +23,9 @@ from diff_tests.failures import load_failure
 from diff_tests.loading import load_scenario
 from diff_tests.mutants import installed_source
 from diff_tests.run import run_on
+from diff_tests.shard import Cases
 from diff_tests.vllm_target.target import Target
+from sim.releases import Rules
 from sim.scenario import Add, check
 
 
@@ -77,9 +79,9 @@ import os, signal, time
 
 class Deadly(DecodeBenchConnector):
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        if request.num_prompt_tokens == 33:
+        if request.num_prompt_tokens == KILLS:
             os.kill(os.getpid(), signal.SIGKILL)
-        if request.num_prompt_tokens == 22:
+        if request.num_prompt_tokens == HANGS:
             time.sleep(600)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
@@ -87,9 +89,21 @@ DecodeBenchConnector = Deadly
 """
 
 
+def _lengths_of_first_prompts(cases: Cases, rules: Rules) -> list[int]:
+    """The first prompts of two of a campaign's cases that ask the connector under test, of different lengths in tokens."""
+    lengths: dict[int, None] = {}
+    for index in range(64):
+        scenario = cases.case(index, rules)
+        adds = [step for step in scenario.steps if isinstance(step, Add)]
+        if scenario.driver == "scheduler" and scenario.connector is not None and scenario.connector.name != "scripted":
+            lengths |= dict.fromkeys(sum(span.count for span in add.prompt) for add in adds[:1])
+    return list(lengths)[:2]
+
+
 def test_what_kills_its_child_or_hangs_is_a_finding_and_the_campaign_goes_on(target: Target, tmp_path: Path) -> None:
     path = tmp_path / "deadly.py"
-    path.write_text(installed_source(target, "DecodeBenchConnector") + DEADLY)
+    kills, hangs = _lengths_of_first_prompts(Cases(1), target.info.rules)
+    path.write_text(f"{installed_source(target, 'DecodeBenchConnector')}\nKILLS, HANGS = {kills}, {hangs}\n{DEADLY}")
     plan = Plan(seed=1, folder=tmp_path / "run", connector=str(path), cases=64, jobs=2, max_reduce_seconds=1.0)
     with Target(connector=str(path), timeout_s=2.5) as deadly:
         summary = Campaign(plan, deadly, deadly.info).run()
