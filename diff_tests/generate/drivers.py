@@ -77,7 +77,9 @@ class _Timeline:
         name = request_id(request_index)
         if self.ended and "reused_ids" in self.on and self.chooser.flag(0.5):
             name = self.ended.pop(self.chooser.integer(0, len(self.ended) - 1))
-            self._steps.append(Abort(id=name))  # where vLLM stalls, the run before has not ended it
+            # Where vLLM stalls, the run before has not ended it, and output of it may be on its way.
+            self._steps += [Abort(id=name), Update(count=2)]
+            self.num_in_flight = 0
         load: Literal["sync", "async"] | None = None
         if request.external is not None:
             load = "async" if request.loads_later else "sync"
