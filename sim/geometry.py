@@ -77,6 +77,11 @@ def is_prefix_cacheable(group: AnyGroup) -> bool:
     return not isinstance(group, (Circular, Cross))
 
 
+def replay_window(groups: Sequence[AnyGroup]) -> int:
+    """How many of the last tokens of a hit are computed again for groups that are not cached; 0 without such groups."""
+    return max((g.window for g in groups if isinstance(g, SlidingWindowMLA) and g.bounded_replay), default=0)
+
+
 def block_sizes(scenario: Scenario, rules: Rules) -> tuple[int, int]:
     """(scheduler block size, hash block size). The scheduler block size is the least common multiple over all groups;
     hashes are taken at the greatest common divisor over the cacheable ones, or at `prefix_match_unit`."""

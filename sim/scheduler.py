@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from sim.connector import ConnectorRule
 from sim.coordinator import Hits
+from sim.geometry import replay_window
 from sim.groups.base import ceil_div, floor_to
 from sim.load_failures import FailedGroupsError, fall_back
 from sim.mamba_split import MambaSplit
@@ -16,7 +17,7 @@ from sim.pool import PredictedError
 from sim.queues import FifoQueue, PriorityQueue, WaitingQueue, rank
 from sim.releases import Rules
 from sim.request import Request, Status
-from sim.scenario import Add, Cross, Scenario, SlidingWindowMLA, Tokens
+from sim.scenario import Add, Cross, Scenario, Tokens
 from sim.speculation import num_draft_slots, num_lookahead
 
 
@@ -105,9 +106,7 @@ class Scheduler:
         self._cadence = Cadence(engine.prefill_schedule_interval if rules.prefill_cadence_is_local else 1)
         self._has_encoder = any(isinstance(group, Cross) for group in scenario.groups)
         self._encoder_slots = engine.max_num_batched_tokens  # vLLM gives some back more often than it takes them
-        self._replay_window = max(
-            (g.window for g in scenario.groups if isinstance(g, SlidingWindowMLA) and g.bounded_replay), default=0
-        )
+        self._replay_window = replay_window(scenario.groups)
         self.num_added = 0
         self.is_async = engine.async_scheduling
         self.defers_frees = self.is_async and scenario.connector is not None

@@ -41,7 +41,7 @@ from diff_tests.live.trace import (
 )
 from diff_tests.live.workers import Worker
 from oracle.contracts import Contract, KeepsContent, contract_for, restores_windows
-from sim.geometry import block_sizes, effective_block_size
+from sim.geometry import block_sizes, effective_block_size, replay_window
 from sim.history import Act, Acted, GroupInfo, History, Scheduled, Selection, Selections, Start, Tables, Updated
 from sim.scenario import Abort, Add, AnyStep, LoadDone, ResetPrefixCache, Scenario, Schedule, Update
 
@@ -150,6 +150,9 @@ class _Rebuilder:
                 c: Child(c, about.name, _contract(replace(bare, connector=connector_of(about)), geometry))
                 for c, about in self._connectors.items()
             }
+        contracts = [child.contract for child in self._children.values()] or [contract]
+        self._restores_windows = geometry.rules.loads_may_restore_windows and all(map(restores_windows, contracts))
+        self._replay_window = replay_window(geometry.groups)
         self._begin(bare, geometry)
         for line in self._trace.scheduler.lines[1:]:
             self._take(line, contract)
@@ -344,6 +347,12 @@ class _Rebuilder:
         for n in record.sending:
             self._tables.pop(n, None)  # the connector held its blocks until now
 
+    def _num_replayed(self, start: int, num_external: int) -> int:
+        """Tokens of what was found that are computed again, so that the request starts before its end. A hit no longer
+        than these is not taken."""
+        is_restored = self._restores_windows and num_external > 0
+        return 0 if start == 0 or is_restored else self._replay_window
+
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _scheduled(self, record: StepRecord, line: Line, contract: Contract | None) -> None:
@@ -366,7 +375,7 @@ class _Rebuilder:
         admissions = dict.fromkeys(starts, 0)
         external = {**self._external, **{n: 0 for n in admissions if n not in self._external}}
         asked = {n: local for n, local, _ in self._asked}
-        hits = {n: starts[n] - granted for n, granted in external.items() if n in starts}
+        hits = {n: starts[n] + self._num_replayed(starts[n], external[n]) - external[n] for n in external if n in starts}
         hits.update((n, asked[n]) for n in external if n not in starts and n in asked)
         selected = self._named(record.selected, line) if self._is_alone else None
         step = Scheduled(

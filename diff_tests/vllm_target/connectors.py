@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import threading
 import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,9 @@ from msgspec.structs import replace
 
 from diff_tests.vllm_target.releases import TargetInputError
 from sim.scenario import Scenario
+
+# CPython 3.11 counts the depth of a syntax tree for all threads together, and raises SystemError if two build one at once.
+_PARSING = threading.Lock()
 
 
 def is_file(connector: str) -> bool:
@@ -53,7 +57,8 @@ def _parse(path: str) -> ast.Module:
     except OSError as error:
         raise TargetInputError(f"--connector {path}: {error.strerror}") from None
     try:
-        return ast.parse(source, filename=path)
+        with _PARSING:
+            return ast.parse(source, filename=path)
     except SyntaxError as error:
         raise TargetInputError(f"--connector {path}, line {error.lineno}: {error.msg}") from None
     except ValueError as error:
