@@ -424,10 +424,13 @@ class Replay:
         for source, target in record.copies:
             held = contents[source]
             contents[target] = held and held._replace(until=held.num_tokens if held.until == _ENDLESS else held.until)
+        tables = record.tables
+        before = dict(self.tables) if record.hits and tables is None else self.tables
         for request in dict.fromkeys((*record.hits, *record.resumed, *record.admitted)):
             self._admit(request, record)
-        if record.tables is not None:
-            tables = record.tables
+        if before.keys() != self.tables.keys():
+            tables = before  # somebody let its blocks go, and got the same ones
+        if tables is not None:
             if record.hits:  # who is admitted, or loads, may hit what one before it in this step computes
                 tables = {request: tables[request] for request in record.scheduled if request in tables} | tables
             self._follow(tables)

@@ -11,6 +11,7 @@ from diff_tests.generate.draft import Draft
 from sim.geometry import effective_block_size
 from sim.refusals import refusal
 from sim.scenario import AnyGroup, Connector, Engine, Mamba, Scenario, SlidingWindow, SlidingWindowMLA, Speculative
+from sim.speculation import num_draft_slots, num_lookahead
 from sim.startup import smallest_pool
 
 
@@ -73,7 +74,9 @@ def _choose_budget(draft: Draft, max_num_seqs: int, chunked_prefill: bool) -> in
     if not chunked_prefill:
         budget = max(budget, draft.max_model_len + draft.chooser.one_of((0, 1, draft.base_block)))
     longest_encoder = max(request.encoder for request in draft.requests)  # its tokens are taken in one step
-    return max(budget, max_num_seqs, longest_encoder)
+    drafting = Engine(blocks=2, speculative=draft.speculative)
+    beside = num_lookahead if draft.rules.token_budget_must_exceed_lookahead else num_draft_slots
+    return max(budget, max_num_seqs, longest_encoder, beside(drafting) + 1)
 
 
 def caches_prefixes(draft: Draft) -> bool:
