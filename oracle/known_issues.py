@@ -13,7 +13,6 @@ An entry of `known_issues.toml` matches a finding, never a scenario. Its fields:
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -25,7 +24,8 @@ from msgspec import Struct
 
 from oracle.findings import Finding
 from oracle.values import clamp
-from sim.geometry import FULL_LIKE, block_sizes, effective_block_size, has_partial_hits
+from sim.geometry import FULL_LIKE, block_sizes, effective_block_size, has_partial_hits, replay_window
+from sim.groups.base import ceil_div
 from sim.releases import Rules
 from sim.scenario import Add, AnyGroup, ChunkedLocal, LoadFailed, Mamba, Scenario, SlidingWindow, SlidingWindowMLA
 from sim.speculation import num_lookahead
@@ -217,8 +217,7 @@ def _load_over_cap(subject: _Subject, wanted: Value) -> bool:
     longest = max((add.num_prompt_tokens + add.max_tokens for add in adds), default=0)
     return (
         any(
-            isinstance(group, WINDOWS)
-            and math.ceil(longest / effective_block_size(group, scenario.engine.dcp, rules)) > cap
+            isinstance(group, WINDOWS) and ceil_div(longest, effective_block_size(group, scenario.engine.dcp, rules)) > cap
             for group, cap in zip(scenario.groups, startup_blocks(scenario, rules), strict=True)
         )
         == wanted
@@ -227,7 +226,7 @@ def _load_over_cap(subject: _Subject, wanted: Value) -> bool:
 
 def _load_leaves_nothing(subject: _Subject, wanted: Value) -> bool:
     adds = [step for step in subject.scenario.steps if isinstance(step, Add) and step.load == "async"]
-    replays = any(isinstance(group, SlidingWindowMLA) and group.bounded_replay for group in subject.scenario.groups)
+    replays = replay_window(subject.scenario.groups) > 0
     return any(add.num_prompt_tokens == 1 or replays for add in adds) == wanted
 
 
@@ -241,14 +240,14 @@ def _drafts_over_promise(subject: _Subject, wanted: Value) -> bool:
     else:
         sizes = [block_sizes(scenario, rules)[0]]
     most = 1 + 2 * speculative.tokens  # the drafts, and as many slots behind them
-    return _pool_lacks(subject, sum(math.ceil(most / size) for size in sizes)) == wanted
+    return _pool_lacks(subject, sum(ceil_div(most, size) for size in sizes)) == wanted
 
 
 def _lookahead_over_promise(subject: _Subject, wanted: Value) -> bool:
     engine = subject.scenario.engine
     windows = [group for group in subject.scenario.groups if isinstance(group, WINDOWS)]
     sizes = [effective_block_size(group, engine.dcp, subject.rules) for group in windows]
-    return _pool_lacks(subject, sum(math.ceil(num_lookahead(engine) / size) for size in sizes)) == wanted
+    return _pool_lacks(subject, sum(ceil_div(num_lookahead(engine), size) for size in sizes)) == wanted
 
 
 def _load_failed(subject: _Subject, wanted: Value) -> bool:
