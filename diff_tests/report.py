@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diff_tests.coverage import Coverage, accepted_kind_sets, can_hit, kind_sets, refusal_of_kinds
-from diff_tests.explain.words import ranges
+from diff_tests.explain.words import count, ranges
 
 if TYPE_CHECKING:
     from diff_tests.campaign import Summary
@@ -74,8 +74,8 @@ def print_outcome(console: Console, outcome: Outcome, info: TargetInfo) -> None:
     for note in outcome.notes:
         _say(console, f"note: {note}")
     connector = _connector_name(outcome, info) or "no connector"
-    count = f"{len(outcome.findings)} finding{'' if len(outcome.findings) == 1 else 's'}"
-    _say(console, f"{outcome.verdict}: {count} in {outcome.num_steps} steps, vLLM {info.version}, {connector}")
+    findings = count(len(outcome.findings), "finding")
+    _say(console, f"{outcome.verdict}: {findings} in {outcome.num_steps} steps, vLLM {info.version}, {connector}")
 
 
 def _say(console: Console, line: str) -> None:
@@ -89,12 +89,11 @@ def print_summary(console: Console, summary: Summary, with_coverage: bool = Fals
     with_coverage: with the tables of what was exercised.
     """
     for number, report in enumerate(summary.faults.values(), start=1):
-        cases = f"{report.num_cases} case{'' if report.num_cases == 1 else 's'}"
-        _say(console, f"{number}. {headline(report.first)}  [{cases}]")
+        _say(console, f"{number}. {headline(report.first)}  [{count(report.num_cases, 'case')}]")
         _say(console, f"   {report.first.message}")
         _say(console, f"   {report.command}")
-    for issue_id, count in sorted(summary.known.items()):
-        _say(console, f"known issue {issue_id}: {count} finding{'' if count == 1 else 's'}")
+    for issue_id, number in sorted(summary.known.items()):
+        _say(console, f"known issue {issue_id}: {count(number, 'finding')}")
     if with_coverage:
         print_coverage(console, summary.coverage)
     if (size := summary.scope_size) is None:
@@ -103,10 +102,10 @@ def print_summary(console: Console, summary: Summary, with_coverage: bool = Fals
         _say(console, f"scope: {summary.num_cases:,} of {size:,} cases ({100 * summary.num_cases / size:.1f} %)")
     if summary.lost:
         _say(console, f"{summary.lost} cases were lost to a child that died once; run again, they passed")
-    for reason, count in summary.unsaved.items():
+    for reason, number in summary.unsaved.items():
         _say(
             console,
-            f"{count} files could not be written: {reason}; free some space and run the campaign again",
+            f"{count(number, 'file')} could not be written: {reason}; free some space and run the campaign again",
         )
     if summary.interrupted:
         _say(console, f"interrupted; what was found is in {summary.plan.folder}")
@@ -114,7 +113,7 @@ def print_summary(console: Console, summary: Summary, with_coverage: bool = Fals
     _say(
         console,
         f"{summary.verdict}: {summary.num_cases} cases in {summary.seconds:.1f} s ({rate:.0f} cases/s), "
-        f"{len(summary.faults)} faults, vLLM {summary.info.version}, seed {summary.plan.seed}, "
+        f"{count(len(summary.faults), 'fault')}, vLLM {summary.info.version}, seed {summary.plan.seed}, "
         f"saved in {summary.plan.folder}",
     )
 
@@ -159,9 +158,9 @@ def _print_kinds(console: Console, coverage: Coverage) -> None:
             refused = refusal_of_kinds(kinds, coverage.rules)
             table.add_row("", "", "", "", f"{name}: {refused.type}, {refused.message}" if refused else name)
             continue
-        count = coverage.kinds[kinds]
-        hits = f"{count.hits:,}" if can_hit(kinds) else "-"
-        table.add_row(f"{count.cases:,}", hits, f"{count.refused:,}", f"{count.preemptions:,}", name)
+        seen = coverage.kinds[kinds]
+        hits = f"{seen.hits:,}" if can_hit(kinds) else "-"
+        table.add_row(f"{seen.cases:,}", hits, f"{seen.refused:,}", f"{seen.preemptions:,}", name)
     console.print(table)
 
 

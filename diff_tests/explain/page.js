@@ -262,14 +262,15 @@
     }
     context.textAlign = "center";
     const skip = Math.max(1, Math.ceil(34 / cellWidth));
+    const labelX = (column) => Math.min(width - 12, xOf(column) + cellWidth / 2);
+    const endX = right === steps.length - 1 ? labelX(right) : Infinity;
     for (let column = left; column <= right; column++) {
-      const isChosen = steps[column] === chosen.step;
-      if (column % skip && !isChosen && column !== steps.length - 1) continue;
+      const isChosen = steps[column] === chosen.step, isLast = column === steps.length - 1;
+      if (!isChosen && !isLast && (column % skip || endX - labelX(column) < 26)) continue;
       if (!isChosen && Math.abs(column - columnOf.get(chosen.step)) * cellWidth < 22) continue;
       context.font = isChosen ? "700 11px system-ui, sans-serif" : "11px system-ui, sans-serif";
       context.fillStyle = isChosen ? "#1d2430" : "#667085";
-      const x = Math.min(width - 12, xOf(column) + cellWidth / 2);
-      if (x > GUTTER_LEFT) context.fillText(stepName(steps[column]), x, GUTTER_TOP / 2);
+      if (labelX(column) > GUTTER_LEFT) context.fillText(stepName(steps[column]), labelX(column), GUTTER_TOP / 2);
     }
     context.textAlign = "left";
     context.fillStyle = "#98a1b0";

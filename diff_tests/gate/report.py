@@ -8,6 +8,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from diff_tests.explain.words import count
 from diff_tests.gate.running import Candidate, Entry, Result
 from diff_tests.report import headline
 from diff_tests.vllm_target.target import TargetInfo
@@ -137,7 +138,7 @@ def _print_candidate(console: Console, candidate: Candidate) -> None:
 
 
 def _print_entry(console: Console, entry: Entry) -> None:
-    cases = f"{entry.num_cases} case{'' if entry.num_cases == 1 else 's'}, first {entry.case.name}"
+    cases = f"{count(entry.num_cases, 'case')}, first {entry.case.name}"
     issue = f", known issue {entry.known_issue}" if entry.known_issue else ""
     _say(console, f"  {_LABELS[entry.word]:<6} {headline(entry.finding)}  [{cases}{issue}]")
     if entry.word in ("new failure", None):

@@ -9,6 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from diff_tests.explain.words import count
 from diff_tests.live.children import histories
 from diff_tests.live.rebuild import Rebuilt, rebuild
 from diff_tests.live.trace import (
@@ -332,10 +333,10 @@ def print_checked(console: Console, trace: Trace, checked: Checked, num_shown_be
     for note in checked.notes:
         _say(console, f"note: {note}")
     _say(console, _model_words(checked))
-    count = f"{len(checked.findings)} finding{'' if len(checked.findings) == 1 else 's'}"
+    findings = count(len(checked.findings), "finding")
     _say(
         console,
-        f"{checked.verdict}: {count} in {checked.num_steps} steps of {len(checked.rebuilt.ids)} requests, "
+        f"{checked.verdict}: {findings} in {checked.num_steps} steps of {len(checked.rebuilt.ids)} requests, "
         f"vLLM {trace.start.vllm}, {trace.start.connector.name}",
     )
 
