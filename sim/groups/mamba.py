@@ -15,6 +15,10 @@ class UnhashedStateError(PredictedError):
     """A state is to be cached after tokens that have no key, such as drafts."""
 
 
+class CheckpointBehindTableError(PredictedError):
+    """A checkpoint is to be cached at a place that the table does not have."""
+
+
 class TailMovedError(PredictedError):
     """A request's cached last state is to be left behind, but its block is not in the table any more."""
 
@@ -270,7 +274,10 @@ class MambaAlignManager(MambaManager):
             self._cache_prompt_tail(request, num_tokens)
 
     def _cache_checkpoint(self, request: Request, num_tokens: int, position: int, block_index: int) -> None:
-        block_id = request.tables[self.index][block_index]
+        table = request.tables[self.index]
+        if block_index >= len(table):  # of a step that did not fit
+            raise CheckpointBehindTableError(f"position {block_index}, of {len(table)}")
+        block_id = table[block_index]
         if not self._keeps_checkpoint(request, num_tokens, position):
             self.pool.drop_keys(block_id)
         elif block_id != NULL and self.pool.key_length(block_id) != position:

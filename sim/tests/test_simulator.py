@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sim.history import Acted, Scheduled, Updated, resolve
+from sim.history import Acted, Failure, Scheduled, Updated, resolve
 from sim.releases import RELEASES, rules_of
 from sim.scenario import parse
 from sim.simulator import Simulator
@@ -163,3 +163,24 @@ def test_a_salt_once_looked_like_an_adapter_of_that_name(release, hit):
     ]
     history = Simulator(scenario([FULL], steps), rules_of(release)).history()
     assert schedules(history)[-1].hits == {"B": hit}
+
+
+def test_the_checkpoint_of_a_step_that_did_not_fit_may_lie_behind_the_table():
+    """The table has no entries for the states of drafts, so the place beside the last of them is not there yet."""
+    case = parse(
+        {
+            "kvoracle": 1,
+            "engine": {
+                "blocks": 5,
+                "max_model_len": 16,
+                "async_scheduling": True,
+                "speculative": {"method": "draft_model", "tokens": 3},
+            },
+            "connector": {"name": "DecodeBenchConnector"},
+            "groups": [{"kind": "mamba", "block": 1, "mode": "align", "checkpoint_blocks": 1, "checkpoint_alignment": 1}],
+            "steps": [add("A", ["a", 2], max_tokens=6), {"run": 40}],
+        }
+    )
+    *_, last = Simulator(case, RELEASES["0.30.0"]).history()
+    assert isinstance(last, Failure)
+    assert (last.type, last.phase) == ("AssertionError", "update")
