@@ -1,9 +1,10 @@
-"""A request that had to wait for room is looked for in a block that it has left, and an assertion fails.
+"""A request that had to wait is looked for in a block that it has left, and an assertion fails.
 
 The state inside a prompt's last block is cached there, and when the request goes on a copy takes the key over. With
-asynchronous scheduling the next step knows no new token yet and links the key to the request's own block again. Where the
-pool has no room for the step after that, the request waits for an output. Right drafts let it leave the block, and the next
-attempt asserts that the block is still at its place.
+asynchronous scheduling the next step knows no new token yet and links the key to the request's own block again, so the step
+after that is to leave the state in another copy. Here the two steps in flight reach as far as the model's length, and the
+request waits for an output. A right draft lets it leave the block, and the next attempt asserts that the block is still at
+its place. A request that waits for room, as later releases let it, comes to the same end.
 
 Run it with the vLLM in question: `python tail_moved.py`. It fails where vLLM has the issue.
 """
@@ -17,7 +18,6 @@ import torch
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
-    KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
     SpeculativeConfig,
@@ -33,10 +33,11 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-BLOCK_SIZE = 12
+BLOCK_SIZE = 2
 HASH_BLOCK_SIZE = 1
-NUM_BLOCKS = 12
-NUM_DRAFTS = 3
+NUM_BLOCKS = 9
+NUM_DRAFTS = 2
+MAX_MODEL_LEN = 5
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -54,13 +55,12 @@ MODEL = {
 def make_scheduler(folder: str) -> AsyncScheduler:
     Path(folder, "config.json").write_text(json.dumps(MODEL))
     config = VllmConfig(
-        model_config=ModelConfig(model=folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=16),
+        model_config=ModelConfig(model=folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=MAX_MODEL_LEN),
         scheduler_config=SchedulerConfig(
-            max_num_seqs=4, max_num_batched_tokens=64, max_model_len=16, is_encoder_decoder=False
+            max_num_seqs=4, max_num_batched_tokens=64, max_model_len=MAX_MODEL_LEN, is_encoder_decoder=False
         ),
-        cache_config=CacheConfig(block_size=3, enable_prefix_caching=True, mamba_cache_mode="align"),
+        cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True, mamba_cache_mode="align"),
         device_config=DeviceConfig("cpu"),
-        kv_transfer_config=KVTransferConfig(kv_connector="DecodeBenchConnector", kv_role="kv_both"),
         speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens=NUM_DRAFTS, prompt_lookup_max=2),
     )
     # No draft model lies around here; all that the scheduler asks is the name of the method.
@@ -69,13 +69,13 @@ def make_scheduler(folder: str) -> AsyncScheduler:
     config.scheduler_config.async_scheduling = True  # builds for CPU switch it off
     config.cache_config.num_gpu_blocks = NUM_BLOCKS
     states = MambaSpec(
-        block_size=3,
+        block_size=BLOCK_SIZE,
         shapes=((1, 32),),
         dtypes=(torch.bfloat16,),
         mamba_cache_mode="align",
         num_speculative_blocks=NUM_DRAFTS,
     )
-    full = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=32, dtype=torch.bfloat16)
+    full = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=32, dtype=torch.bfloat16)
     return AsyncScheduler(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(
@@ -91,10 +91,10 @@ def make_scheduler(folder: str) -> AsyncScheduler:
 
 
 def schedule(scheduler: AsyncScheduler) -> tuple[SchedulerOutput, ModelRunnerOutput]:
-    """A step, and its answer: all drafts are right."""
+    """A step, and its answer: one draft is right."""
     output = scheduler.schedule()
     names = list(output.num_scheduled_tokens)
-    sampled = [[1] * (1 + len(output.scheduled_spec_decode_tokens.get(name, ()))) for name in names]
+    sampled = [[1] * (2 if name in output.scheduled_spec_decode_tokens else 1) for name in names]
     indexes = {name: i for i, name in enumerate(names)}
     return output, ModelRunnerOutput(req_ids=names, req_id_to_index=indexes, sampled_token_ids=sampled)
 
@@ -106,8 +106,8 @@ def main() -> None:
     scheduler.add_request(
         Request(
             request_id="A",
-            prompt_token_ids=list(range(5)),  # the connector brings 4 of them
-            sampling_params=SamplingParams(max_tokens=6),
+            prompt_token_ids=[0],
+            sampling_params=SamplingParams(max_tokens=4),
             pooling_params=None,
             block_hasher=get_request_block_hasher(HASH_BLOCK_SIZE, sha256),
         )
