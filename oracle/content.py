@@ -49,7 +49,7 @@ class GroupView:
     holds_tokens: entry i holds the tokens [i * block_size, (i + 1) * block_size), or the state after the last of them.
     A ring does not: its one block serves all of a request's tokens; nor do encoder tokens count. holds_states: a block
     holds one state and may stand anywhere. num_scratch: entries at a table's end for the states of drafted tokens.
-    has_checkpoints: a step may leave a state before its last one, a multiple of checkpoint_step after its start.
+    has_checkpoints: a prefill's step may leave a state before its last one, a multiple of checkpoint_step after its start.
     replay_window: that many tokens before the end of a hit are computed again, the group being not cached. In tokens.
     """
 
@@ -489,10 +489,9 @@ class Replay:
             block = table[position] if position < len(table) else NULL
             self.advanced.append(Entry(stay, group.index, position, block))
             self._put(block, Content(stay, group.index, position, 0))  # which state is settled below, or by the output
-            if group.has_checkpoints and group.last_position(start) < position - 1 < len(table):
-                checkpoint = table[position - 1]
-                if checkpoint != source:
-                    self._put(checkpoint, Content(stay, group.index, position - 1, end, start))
+            is_prefill = end <= stay.num_prefill
+            if group.has_checkpoints and is_prefill and group.last_position(start) < position - 1 < len(table):
+                self._put(table[position - 1], Content(stay, group.index, position - 1, end, start))
             target = Target(group, table, position)
             if start < stay.num_known:
                 num_known = min(end, stay.num_known)

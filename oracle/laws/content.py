@@ -179,8 +179,12 @@ def _key_cause(trial: Trial, group_index: int, request_index: int, num_tokens: i
         return None
     if 0 < content.until < num_tokens <= content.stay.num_lost:
         return "failed_load_key"
-    if content.until < 0:
-        return "passed_over_key" if num_tokens < content.stay.num_computed else None
+    if num_tokens > content.stay.num_computed:
+        return "unwritten_key"
+    if _is_of_drafted_checkpoint(trial.replay.groups[group_index], content, num_tokens):
+        return "drafted_checkpoint_key"
+    if content.until < 0 and num_tokens < content.stay.num_computed:
+        return "drafted_state_key" if num_tokens > content.stay.num_prefill else "passed_over_key"
     if _state_went_on(content, num_tokens):
         return "outdated_state_key"
     return _cause_of_state_before(trial.replay.groups[group_index], content, num_tokens)
@@ -193,6 +197,13 @@ def _was_preempted_before(trial: Trial, request_index: int, num_tokens: int) -> 
         stay.num_written < num_tokens and common(stay.request_index, request_index) >= num_tokens
         for stay in trial.replay.preempted
     )
+
+
+def _is_of_drafted_checkpoint(group: GroupView, content: Content, num_tokens: int) -> bool:
+    """Whether a key is of a checkpoint behind the prefill, where steps write none. Keys of whole blocks stand where their
+    last token is."""
+    is_whole = num_tokens % group.block_size == 0 and content.position == group.last_position(num_tokens)
+    return group.has_checkpoints and num_tokens > content.stay.num_prefill and not is_whole
 
 
 def _state_went_on(content: Content, num_tokens: int) -> bool:

@@ -348,6 +348,51 @@ def test_law_3_states_of_right_drafts(accepted: int) -> None:
     assert found == ([("drafted_state_key", 3, [0])] if accepted == 6 else [])
 
 
+@pytest.mark.parametrize("release", ["0.30.0", "0.33.0"])
+def test_law_3_checkpoints_of_steps_that_did_not_fit(release: str) -> None:
+    """A's second step, with a draft, waits for room. The output of the first caches the checkpoint that it was to leave."""
+    case = scenario(
+        "{blocks: 7, max_model_len: 5, async_scheduling: true, retention_interval: null, "
+        "speculative: {method: draft_model, tokens: 3, accept: [1]}}",
+        "[{kind: mamba, block: 1, mode: align, speculative_blocks: 3, checkpoint_blocks: 1, checkpoint_alignment: 1}]",
+        "[{add: {id: A, prompt: [[a, 2]], max_tokens: 2}}, {step: 2}]",
+        "{name: DecodeBenchConnector}",
+    )
+    found = judge(case, Simulator(case, rules_of(release)).history(), rules_of(release), None)
+    assert [(f.cause, f.step, f.positions) for f in found] == [("unwritten_key", 2, [2])]
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2])
+def test_law_3_checkpoints_of_steps_with_drafts(accepted: int) -> None:
+    """The state after 2 tokens is keyed where A's step [1, 4) would leave it, were it one of the prefill. What becomes of
+    its drafts does not matter; with those of the next step the block may get a later state."""
+    case = scenario(
+        f"{{blocks: 16, max_model_len: 32, speculative: {{method: eagle, tokens: 2, accept: [{accepted}]}}}}",
+        "[{kind: mamba, block: 1, mode: align, speculative_blocks: 2, checkpoint_blocks: 1, checkpoint_alignment: 1}]",
+        "[{add: {id: A, prompt: [[a, 1]], max_tokens: 6}}, {run: 40}]",
+        "null",
+    )
+    for release in ("0.30.0", "0.31.0"):
+        found = judge(case, Simulator(case, rules_of(release)).history(), rules_of(release), None)
+        assert {f.cause for f in found} == {"drafted_checkpoint_key"}
+        assert (found[0].step, found[0].positions) == (2, [1])
+    assert verdicts(case, history_of(case)) == []
+
+
+def test_law_3_a_checkpoint_s_place_that_right_drafts_pass() -> None:
+    """A's step [2, 6) keeps a place for a checkpoint, where the state after 4 tokens would be. Its drafts are right, and
+    only the state after 6 is put into place; vLLM caches both."""
+    case = scenario(
+        "{blocks: 16, max_model_len: 16, async_scheduling: true, retention_interval: null, prefix_match_unit: 1, "
+        "speculative: {method: draft_model, tokens: 3, accept: [3]}}",
+        "[{kind: mamba, block: 2, mode: align, speculative_blocks: 3, checkpoint_blocks: 1, checkpoint_alignment: 1}, "
+        "{kind: circular, block: 1}]",
+        "[{add: {id: A, prompt: [[a, 2]], max_tokens: 6}}, {run: 40}]",
+        "null",
+    )
+    assert [(f.cause, f.positions) for f in verdicts(case, history_of(case))] == [("drafted_state_key", [1])]
+
+
 def test_law_3_a_wrong_key_is_the_cause_where_what_it_found_is_copied() -> None:
     """A state is found in the middle of a block and copied into the request's own."""
     case = scenario(
