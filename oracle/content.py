@@ -15,7 +15,7 @@ fills counts as those blocks' external tokens; whether it filled the right block
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from oracle.findings import token_range
@@ -327,6 +327,7 @@ class Replay:
         self._has_drafts = scenario.engine.speculative is not None
         self._num_tokens: dict[str, int] = {}
         self._in_flight: deque[Sent] = deque()
+        self._latest: dict[str, int] = {}  # tokens of the last step, by request
         self._watches_events = scenario.engine.kv_events
         self.is_told = False
         self.unbalanced: Counter[tuple[int, int, int]] = Counter()
@@ -395,7 +396,7 @@ class Replay:
                 for request in record.arrived:
                     self._arrive(request)
                 if record.lost:
-                    self._lose(set(record.lost))
+                    self._lose(set(record.lost), self._latest if self.step > record.step else {})
                 if self._in_flight:
                     self._take_output(record)
                 for request in record.finished:
@@ -416,7 +417,7 @@ class Replay:
 
     def _scheduled(self, record: Scheduled) -> None:
         """One step in the worker's order: zero, copy, (fill,) forward. Tables come before, since they say who writes."""
-        self.step = record.step
+        self.step, self._latest = record.step, record.scheduled
         self.preempted += [self.stays[request] for request in record.preempted if request in self.stays]
         contents = self.contents
         for block in record.zeroed:
@@ -454,9 +455,13 @@ class Replay:
         if sent is not None:
             self._in_flight.append(sent)
 
-    def _lose(self, lost: set[int]) -> None:
+    def _lose(self, lost: set[int], ahead: Mapping[str, int]) -> None:
         """Loads wrote nothing into these blocks. Who was to find it there has to compute it, from the first such block on,
-        unless it has done so anyway; who shares it looks again when it is scheduled next."""
+        unless it has done so anyway; who shares it looks again when it is scheduled next.
+
+        ahead: tokens by request of a step in flight behind the one whose output tells. So many more count as loaded, also
+        where they have been computed again.
+        """
         for request, tables in self.tables.items():
             stay = self.stays[request]
             for group in self.groups:
@@ -466,7 +471,7 @@ class Replay:
                     content = self.contents[block]
                     start = position * group.block_size
                     if content is not None and content.stay is stay:
-                        if start < stay.num_given:
+                        if start < stay.num_given + ahead.get(request, 0):
                             stay.fall_back(start)
                             self._fallen[request] = stay
                             self._void_states(stay, tables, start)

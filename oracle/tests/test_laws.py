@@ -687,6 +687,36 @@ def test_law_3_the_key_of_a_state_whose_load_failed_must_not_run_ahead() -> None
     assert causes(case, history_of(case)) == ["failed_load_shared", "hit_failed_load", "failed_load_key"]
 
 
+@pytest.mark.parametrize(("between", "expected"), [("", ["copied_before_load"]), ("{step: 1}, ", [])])
+def test_law_3_a_part_of_a_block_must_not_be_copied_before_it_is_loaded(between: str, expected: list[str]) -> None:
+    """As vLLM lets it: C hits the block that is loaded for B in the same step. A step later all is there."""
+    case = scenario(
+        "{blocks: 9, prefix_match_unit: 1}",
+        "[{kind: full, block: 4}, {kind: mamba, block: 2, mode: align}]",
+        "[{add: {id: A, prompt: [[p, 2]], max_tokens: 1}}, {run: 10}, {add: {id: B, prompt: [[p, 4]], external: 3}}, "
+        f"{between}{{add: {{id: C, prompt: [[p, 4]]}}}}, {{run: 10}}]",
+        "{name: scripted}",
+    )
+    history = history_of(case)
+    assert any(r.copies for r in history if isinstance(r, Scheduled) and r.hits.get("C"))
+    assert causes(case, history) == expected
+
+
+def test_law_3_tokens_that_failed_to_load_may_be_computed_again_twice() -> None:
+    """A window with replay computes tokens 2 and 3 again at once. With a step in flight behind that one, A goes back to
+    token 2 nevertheless."""
+    case = scenario(
+        "{blocks: 9, max_num_batched_tokens: 3, max_num_seqs: 2, async_scheduling: true}",
+        "[{kind: sliding_window_mla, block: 2, window: 2, bounded_replay: true}]",
+        "[{add: {id: A, prompt: [[p, 6]], max_tokens: 1, external: 4}}, {schedule: 2}, {load_failed: {id: A}}, "
+        "{update: 1}, {schedule: 1}, {update: 2}, {run: 10}]",
+        "{name: scripted, load_failure: recompute}",
+    )
+    history = history_of(case)
+    assert [scheduled(history, step).scheduled["A"] for step in (1, 2, 3)] == [3, 1, 3]
+    assert causes(case, history) == []
+
+
 FALLS = [
     ("{kind: sliding_window, block: 1, window: 2}", 8, ["missing_before_failed_load"]),  # token 6 needs 5, too
     ("{kind: sliding_window, block: 4, window: 4}", 11, ["missing_before_failed_load"]),  # blocks 1 and 2 are loaded
@@ -1030,6 +1060,21 @@ def test_law_6_drawn_values(mean: float, std: float, is_right: bool) -> None:
     history = history_of(DRAWN)
     scheduled(history, 1).written = [Written(0, "g0.l0", [1, 2], "filled", None, 20_000, mean, std)]
     assert causes(DRAWN, history) == ([] if is_right else ["wrong_distribution"])
+
+
+@pytest.mark.parametrize(("other_row", "found"), [(True, ["wrong_rows"]), (False, ["wrong_distribution"])])
+def test_law_6_rows_of_another_group_among_drawn_values(other_row: bool, found: list[str]) -> None:
+    case = scenario(
+        "{blocks: 40, max_model_len: 64}",
+        "[{kind: chunked_local, block: 4, chunk: 4, dtype: float16}, {kind: full, block: 4, kernel_block: 2}]",
+        "[{add: {id: B, prompt: [[s, 4]]}}, {run: 50}]",
+        "{name: DecodeBenchConnector, extra: {fill_mean: 0.5, fill_std: 0.25}}",
+    )
+    history = history_of(case)
+    drawn = Written(0, "g0.l0", [1], "filled", None, 20_000, 0.1, 1.1)
+    missing = Written(1, "g1.l0", [2], "unwritten", num_bytes=9)  # block 2 as a row lies in block 1
+    scheduled(history, 1).written = [drawn, missing if other_row else Written(1, "g1.l0", [2], "filled")]
+    assert causes(case, history) == found
 
 
 @pytest.mark.parametrize(
