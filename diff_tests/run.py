@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from oracle.compare import compare
-from oracle.contracts import KeepsContent, contract_for
+from oracle.contracts import contract_for, keeps_content
 from oracle.findings import Finding
 from oracle.known_issues import KnownIssue, match
 from oracle.laws import judge
@@ -74,7 +74,7 @@ def follow(scenario: Scenario, observed: History, rules: Rules) -> History | Non
     """What the model says where only the connector's answers, and when its loads arrived, are taken from the observed
     history; None where its contract does not say how it loads."""
     contract = contract_for(scenario, rules)
-    if not isinstance(contract, KeepsContent) or scenario.driver == "direct":
+    if not keeps_content(contract) or scenario.driver == "direct":
         return None
     asked = [question for record in observed if isinstance(record, Scheduled) for question in record.asked or ()]
     arrived = {record.step: record.arrived for record in observed if isinstance(record, Updated)}

@@ -97,7 +97,9 @@ class FillCheck:
             window_bytes = _CPU_WINDOW_BYTES if buffer.device.type == "cpu" else _DEVICE_WINDOW_BYTES
         self._windows = _cut(self._buffer.numel(), window_bytes, self._layers)
         widest = max(window.high - window.low for window in self._windows)
-        self._paint = _paint_tile(self._values, widest, self._buffer.device)
+        # Paint for any stretch that a window takes, wherever in the period it begins; a small buffer ends within one.
+        num_paint_bytes = min(self._buffer.numel(), widest + _PAINT_PERIOD)
+        self._paint = _paint_tile(self._values, num_paint_bytes, self._buffer.device)
         self._image = torch.empty(0, dtype=torch.uint8, device=buffer.device)
         self._widest = widest
         self._constants: dict[tuple[int, int], Tensor] = {}
@@ -455,15 +457,15 @@ def _all_equal(words: Tensor, others: Tensor) -> Tensor:
     return (words == others).all()
 
 
-def _paint_tile(values: Sequence[FillValue], widest: int, device: torch.device) -> Tensor:
-    """Paint for any stretch of `widest` bytes, wherever in the period it begins."""
+def _paint_tile(values: Sequence[FillValue], num_bytes: int, device: torch.device) -> Tensor:
+    """At least `num_bytes` of paint, in whole periods."""
     if any(value.is_random for value in values):
         period = _period(_NAN_BYTES, device)
     else:
         written = {byte for value in values for byte in value.element}
         period = _period(tuple(byte for byte in _SMALL_BYTES if byte not in written), device)
-    copies = -(-(widest + _PAINT_PERIOD) // _PAINT_PERIOD)  # rounds up
-    return period.repeat(copies)
+    copies = -(-num_bytes // _PAINT_PERIOD)  # rounds up
+    return period if copies == 1 else period.repeat(copies)
 
 
 @lru_cache(maxsize=32)

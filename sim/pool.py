@@ -38,6 +38,7 @@ class BlockPool:
         self.caching = caching
         self.refs = [0] * num_blocks
         self.version = 0  # grows with every change of queue, references or keys
+        self.keys_version = 0  # grows with every change of keys
         self.num_evicted = 0  # blocks taken so far whose keys could still have been hit
         self._keyless: list[int] = []  # the head of the queue is the last entry
         self._next_unused = 1
@@ -92,6 +93,7 @@ class BlockPool:
                 self.drop_keys(block_id)
         else:
             first = self._first
+            self.keys_version += 1
             for block_id in evicted:
                 del keyed[block_id]
                 if block_id in primary:
@@ -174,7 +176,7 @@ class BlockPool:
         has none, else as a secondary one. Nothing happens if it is linked already."""
         if not self._append_holder(key, block_id):
             return
-        self.version += 1
+        self._change_keys()
         if self.events is not None:
             self.events.append(("stored", key))
         if block_id in self._primary:
@@ -225,7 +227,7 @@ class BlockPool:
         """`link_full` for each key and block, in order, nobody asking for lengths. New keys on blocks without any, which is
         what a prefill brings, go in together."""
         if self.events is None and self._first.keys().isdisjoint(keys) and self._primary.keys().isdisjoint(block_ids):
-            self.version += len(keys)
+            self._change_keys()
             self._first.update(zip(keys, block_ids, strict=True))
             self._primary.update(zip(block_ids, keys, strict=True))
         else:
@@ -247,7 +249,7 @@ class BlockPool:
         if primary is None:
             return
         assert target not in self._primary
-        self.version += 1
+        self._change_keys()
         secondary = self._secondary.pop(source, [])
         self._primary[target] = primary
         if source in self._lengths:
@@ -264,7 +266,7 @@ class BlockPool:
         if primary is None:
             return
         self._lengths.pop(block_id, None)
-        self.version += 1
+        self._change_keys()
         for key in (primary, *self._secondary.pop(block_id, ())):
             self._remove_holder(key, block_id)
             if self.events is not None:
@@ -274,12 +276,16 @@ class BlockPool:
         """Forgets all keys if no block is held; the queue keeps its order. Returns whether it did."""
         if self.num_free != self.num_blocks - 1:
             return False
-        self.version += 1
+        self._change_keys()
         for links in (self._first, self._later, self._primary, self._secondary, self._lengths):
             links.clear()
         if self.events is not None:
             self.events.append(("cleared", 0))
         return True
+
+    def _change_keys(self) -> None:
+        self.version += 1
+        self.keys_version += 1
 
     def num_evictable(self, block_ids: Sequence[int]) -> int:
         """How many of these blocks sit in the free queue (the null block does not)."""

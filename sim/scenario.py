@@ -7,6 +7,7 @@ once; the rest of the program trusts it. An error names the path of the offendin
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
@@ -575,9 +576,14 @@ def plain(scenario: Scenario) -> dict[str, Any]:
 
 def _changed(value: Struct) -> dict[str, Any]:
     """A value as plain data without what equals its default. msgspec leaves out the very same object only."""
-    defaults = {field.name: field.default for field in msgspec.structs.fields(type(value))}
+    defaults = _defaults(type(value))
     raw: dict[str, Any] = msgspec.to_builtins(value)
     return {key: item for key, item in raw.items() if key not in defaults or item != defaults[key]}
+
+
+@cache
+def _defaults(kind: type[Struct]) -> dict[str, Any]:
+    return {field.name: field.default for field in msgspec.structs.fields(kind)}
 
 
 def _plain_step(step: AnyStep) -> dict[str, Any]:
@@ -614,13 +620,8 @@ def dump(scenario: Scenario) -> str:
 
 
 def encode(scenario: Scenario) -> bytes:
-    """JSON bytes, for pipes and digests."""
+    """JSON bytes, for digests."""
     return msgspec.json.encode(plain(scenario))
-
-
-def decode(data: bytes) -> Scenario:
-    """Reads what `encode` wrote."""
-    return parse(msgspec.json.decode(data))
 
 
 # ---------------------------------------------------------------------------------------------------------------- tokens

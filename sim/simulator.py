@@ -77,6 +77,7 @@ class Simulator:
         self._in_flight: deque[tuple[int, Plan]] = deque()
         self._max_left_in_flight = 1 if scenario.engine.async_scheduling else 0
         self._sent_version = -1
+        self._sent_keys_version = -1
         self._sent_deferred: list[list[int]] | None = None
         self._arrived = arrived or {}
         self._records = self._run()
@@ -244,7 +245,9 @@ class Simulator:
         self._sent_version = self.pool.version
         record.free = self.pool.free_order()
         record.refs = self.pool.refs.copy()
-        record.keys = self._cached_keys()
+        if self.pool.keys_version != self._sent_keys_version:
+            self._sent_keys_version = self.pool.keys_version
+            record.keys = self._cached_keys()
 
     def _events(self) -> list[tuple[str, int, int, int]] | None:
         """KV events since the last call, as (kind, group, request index, tokens), in no particular order."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from diff_tests.explain.explanation import Explanation
 from diff_tests.run import Outcome
-from oracle.contracts import Contract, KeepsContent, ReadsMetadata
+from oracle.contracts import Contract, keeps_content, reads_metadata
 from oracle.contracts.multi import Multi
 from oracle.findings import Finding, token_range
 from oracle.known_issues import KnownIssue
@@ -93,7 +93,9 @@ def _why_not(finding: Finding, outcome: Outcome, contract: Contract | None) -> s
     limits = {
         "speculative decoding": engine.speculative is not None,
         "a scripted connector": connector is not None and connector.name == "scripted",
-        "metadata of another form than `reqs_to_fill`": isinstance(contract, (KeepsContent, ReadsMetadata, Multi)),
+        "metadata of another form than `reqs_to_fill`": keeps_content(contract)
+        or reads_metadata(contract)
+        or isinstance(contract, Multi),
         "layers of several sizes in a group": any(group.uniform for group in scenario.groups),
         "draft layers": any(group.draft for group in scenario.groups),
         "a quantised cache": any(group.dtype not in _PLAIN_DTYPES for group in scenario.groups),

@@ -33,7 +33,8 @@ from sim.scenario import (
 )
 from sim.startup import smallest_pool
 
-RUN_LIMIT = 400
+RUN_LIMIT = 150
+"""Engine steps of one run. Those that end take less than 100; the others repeat a few steps without end."""
 
 
 def scheduler_scenario(draft: Draft, scenario: Scenario) -> Scenario:

@@ -40,7 +40,7 @@ from diff_tests.live.trace import (
     printable,
 )
 from diff_tests.live.workers import Worker
-from oracle.contracts import Contract, KeepsContent, contract_for, restores_windows
+from oracle.contracts import Contract, contract_for, keeps_content, restores_windows
 from sim.geometry import block_sizes, effective_block_size, replay_window
 from sim.history import Act, Acted, GroupInfo, History, Scheduled, Selection, Selections, Start, Tables, Updated
 from sim.scenario import Abort, Add, AnyStep, LoadDone, ResetPrefixCache, Scenario, Schedule, Update
@@ -550,7 +550,7 @@ class _Rebuilder:
 def _contract(scenario: Scenario, geometry: Geometry) -> Contract | None:
     """The connector's contract, unless it wants to know what is stored, which a trace does not tell."""
     contract = contract_for(scenario, geometry.rules)
-    return None if isinstance(contract, KeepsContent) else contract
+    return None if keeps_content(contract) else contract
 
 
 def _patched(table: Sequence[int], patches: Sequence[tuple[int, list[int]]], line: Line) -> list[int]:

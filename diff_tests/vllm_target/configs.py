@@ -269,6 +269,11 @@ def _vllm_config(scenario: Scenario) -> VllmConfig:
     vllm_config.model_config = copy.copy(template.model_config)
     vllm_config.model_config.max_model_len = engine.max_model_len
     vllm_config.model_config.original_max_model_len = engine.max_model_len
+    vllm_config.kv_events_config = _kv_events_config() if engine.kv_events else None
+    if engine.speculative is not None:
+        speculative_config: Any = copy.copy(template.speculative_config)
+        speculative_config.num_speculative_tokens = engine.speculative.tokens
+        vllm_config.speculative_config = speculative_config
     vllm_config.scheduler_config = _filled(template.scheduler_config, _scheduler_config(scenario), _SCHEDULER_FIELDS)
     vllm_config.scheduler_config.max_num_scheduled_tokens = None  # the template's budget was another
     vllm_config._set_max_num_scheduled_tokens()  # type: ignore[no-untyped-call]
@@ -288,12 +293,9 @@ class _Alike(NamedTuple):
     prefix_caching: bool
     chunked_prefill: bool
     async_scheduling: bool
-    policy: Any
     mamba_mode: Any
     connector: str | None
-    kv_events: bool
     speculative_method: str | None
-    num_speculative_tokens: int
 
     @classmethod
     def of(cls, scenario: Scenario) -> _Alike:
@@ -305,16 +307,13 @@ class _Alike(NamedTuple):
             prefix_caching=engine.prefix_caching,
             chunked_prefill=engine.chunked_prefill,
             async_scheduling=engine.async_scheduling,
-            policy=engine.policy,
             mamba_mode=_mamba_mode(scenario),
             connector=scenario.connector.name if scenario.connector else None,
-            kv_events=engine.kv_events,
             speculative_method=engine.speculative.method if engine.speculative else None,
-            num_speculative_tokens=engine.speculative.tokens if engine.speculative else 0,
         )
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=1024)
 def _template(alike: _Alike) -> VllmConfig:
     model_config = _base_model(alike.model_dtype)
     return VllmConfig(
@@ -324,7 +323,6 @@ def _template(alike: _Alike) -> VllmConfig:
             max_num_batched_tokens=_MAX_POSITIONS,
             is_encoder_decoder=False,
             enable_chunked_prefill=alike.chunked_prefill,
-            policy=alike.policy,
             async_scheduling=alike.async_scheduling,
         ),
         cache_config=CacheConfig(
@@ -334,9 +332,13 @@ def _template(alike: _Alike) -> VllmConfig:
         parallel_config=ParallelConfig(tensor_parallel_size=alike.dcp, decode_context_parallel_size=alike.dcp),
         device_config=DeviceConfig(device="cpu"),
         kv_transfer_config=_transfer_config(alike.connector, {}) if alike.connector else None,
-        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if alike.kv_events else None,
         speculative_config=_speculative_config(alike, model_config),
     )
+
+
+@functools.cache
+def _kv_events_config() -> KVEventsConfig:
+    return KVEventsConfig(enable_kv_cache_events=True, publisher="null")
 
 
 def _filled(template: Any, fresh: Any, fields: tuple[str, ...]) -> Any:
@@ -457,7 +459,7 @@ def _speculative_config(alike: _Alike, model_config: ModelConfig) -> Speculative
         return None
     config = SpeculativeConfig(
         method="ngram",
-        num_speculative_tokens=alike.num_speculative_tokens,
+        num_speculative_tokens=1,  # as many as the scenario has them: nothing follows from the number
         prompt_lookup_max=2,
         prompt_lookup_min=1,
         target_model_config=model_config,

@@ -24,7 +24,7 @@ from diff_tests.vllm_target.metadata import selections
 from diff_tests.vllm_target.recording import Emit, Recorder, Stop, Watch
 from diff_tests.vllm_target.specs import Unsupported, layer_names
 from diff_tests.vllm_target.worker import Worker
-from oracle.contracts import Contract, KeepsContent
+from oracle.contracts import Contract, keeps_content
 from sim.history import Acted, GroupInfo, Refusal, Scheduled, Start, Tables
 from sim.scenario import FIRST_TOKEN, Abort, Direct, Scenario, Step
 
@@ -50,7 +50,7 @@ class DirectDriver:
         """Raises whatever vLLM raises on the configuration."""
         if scenario.connector is None:
             raise Unsupported("the direct driver shows tables to a connector, and the scenario has none")
-        if isinstance(contract, KeepsContent):
+        if keeps_content(contract):
             raise Unsupported("the direct driver has no steps in which a connector could store what it loads")
         setup = configs.build(scenario)
         self._scenario = scenario

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from oracle.contracts import Contract, KeepsContent, ReadsMetadata, loaded
+from oracle.contracts import Contract, keeps_content, loaded, reads_metadata
 from sim.history import Moves, Selection, Selections
 
 
@@ -21,7 +21,7 @@ class Told(NamedTuple):
 def told(metadata: Any, contract: Contract | None, tokens: Mapping[str, Sequence[int]], num_groups: int) -> Told:
     """Blocks to load, and of a connector that keeps content also what it stores. tokens: token IDs of the requests admitted
     in the step."""
-    if not isinstance(contract, KeepsContent):
+    if not keeps_content(contract):
         return Told(selections(metadata, contract))
     moves = contract.moves(metadata, tokens)
     return Told(loaded(moves, num_groups), moves)
@@ -29,7 +29,7 @@ def told(metadata: Any, contract: Contract | None, tokens: Mapping[str, Sequence
 
 def selections(metadata: Any, contract: Contract | None) -> Selections | None:
     """Blocks to load per request and group, in order, and how many tokens they are for."""
-    if isinstance(contract, ReadsMetadata):
+    if reads_metadata(contract):
         return contract.read(metadata)
     children = getattr(metadata, "metadata", None)
     if isinstance(children, tuple):  # MultiConnector: one child loads for a request

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from oracle.contracts.scripted import ScriptedRule
-from sim.scenario import Scenario, decode, encode
+from sim.scenario import Scenario
 
 NAME = "scripted"
 CLASS = f"{__name__}:ScriptedConnector"
@@ -21,7 +21,7 @@ _EXTRA_KEY = "scenario"
 
 def extra_config(scenario: Scenario) -> dict[str, Any]:
     """What the connector has to be told of its scenario."""
-    return {_EXTRA_KEY: encode(scenario).decode()}
+    return {_EXTRA_KEY: scenario}
 
 
 class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
@@ -29,8 +29,7 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        text = vllm_config.kv_transfer_config.kv_connector_extra_config[_EXTRA_KEY]
-        self._rule = ScriptedRule(decode(text.encode()))
+        self._rule = ScriptedRule(vllm_config.kv_transfer_config.kv_connector_extra_config[_EXTRA_KEY])
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._rule.matched(request.request_id, request.num_tokens, num_computed_tokens)

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable
 
 import torch
+from vllm.envs import enable_envs_cache
 
 from diff_tests.vllm_target import configs, direct_driver, scheduler_driver, wire, workload_driver
 from diff_tests.vllm_target.connectors import contract_name, with_connector
@@ -28,6 +29,7 @@ class Server:
     def run(self, scenario: Scenario, judged_by: str, defect: str | None, emit: Callable[[Record], None]) -> None:
         """Executes the scenario, on an engine with the named defect if any, and emits its records. judged_by: the
         release whose rules say what a fill leaves in memory."""
+        enable_envs_cache()  # as an engine core does once it has started
         contract = contract_for(self.effective(scenario), rules_of(judged_by))
         planted = DEFECTS[defect]() if defect else None
         driver = direct_driver if scenario.driver == "direct" else scheduler_driver

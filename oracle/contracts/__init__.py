@@ -6,11 +6,11 @@ import importlib
 import tomllib
 from collections.abc import Callable, Sequence
 from importlib.resources import files
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 from oracle.contracts.decode_bench import DecodeBench
 from oracle.contracts.example import Example
-from oracle.contracts.keeping import KeepsContent, loaded
+from oracle.contracts.keeping import KeepsContent, keeps_content, loaded
 from oracle.contracts.multi import Multi, child_scenarios
 from oracle.contracts.offloading import Offloading
 from oracle.contracts.scripted import Scripted
@@ -29,7 +29,9 @@ __all__ = [
     "contract_for",
     "covered",
     "exemptions",
+    "keeps_content",
     "loaded",
+    "reads_metadata",
     "restores_windows",
 ]
 
@@ -63,13 +65,17 @@ class Contract(Protocol):
         """Block IDs per group that are written once, when memory is registered."""
 
 
-@runtime_checkable
 class ReadsMetadata(Protocol):
     """A contract that reads its connector's metadata itself. Needed unless that has a `reqs_to_fill`: block IDs by group
     and a number of tokens, by request."""
 
     def read(self, metadata: Any) -> Selections | None:
         """What the metadata tells the worker to load; None if it cannot tell."""
+
+
+def reads_metadata(contract: object) -> TypeGuard[ReadsMetadata]:
+    """Whether it is such a contract, as cheap as `keeps_content`."""
+    return hasattr(contract, "read")
 
 
 @runtime_checkable

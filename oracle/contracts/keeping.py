@@ -8,7 +8,7 @@ each from a place where those very tokens had been stored.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeGuard
 
 from oracle.selection import blocks_of_tokens, state_block
 from oracle.values import FillValue, encode
@@ -18,7 +18,6 @@ from sim.releases import Rules
 from sim.scenario import Mamba, Scenario
 
 
-@runtime_checkable
 class KeepsContent(Protocol):
     """A contract that reads what its connector stores and loads off the metadata. stores_parts: it also stores blocks that
     are written in part. loads_later: all that it gives arrives after the step that asks."""
@@ -30,6 +29,11 @@ class KeepsContent(Protocol):
     def moves(self, metadata: Any, tokens: Mapping[str, Sequence[int]]) -> Moves | None:
         """What the worker is told to move; None if the metadata has another form. tokens: all token IDs of each request
         admitted in the step, in the order of admission."""
+
+
+def keeps_content(contract: object) -> TypeGuard[KeepsContent]:
+    """Whether it is such a contract. Asked in every step, and `isinstance` of a protocol costs as much as a small one."""
+    return hasattr(contract, "moves")
 
 
 class Keeping:

@@ -17,7 +17,7 @@ from sim.history import Act, Scheduled, Selection
 def check_order(trial: Trial, record: Scheduled) -> None:
     """Law 11. Only acts that meet in a block have an order; a block that nobody computes with in this step may be filled
     after the forward pass. Of acts that come again and again, the last of those that go first counts."""
-    if record.acts is None:
+    if record.acts is None or len(record.acts) < 2:
         return
     last = {act: index for index, act in enumerate(record.acts)}
     for first, second, blocks in _orders(trial, record):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from oracle.content import Content, Replay, Stay
-from oracle.contracts import Contract, KeepsContent, restores_windows
+from oracle.contracts import Contract, keeps_content, restores_windows
 from oracle.findings import Finding, Kind, place
 from sim.history import Acted, Record, Scheduled, Selections, Start, Updated
 from sim.releases import Rules
@@ -77,7 +77,7 @@ class Trial:
         self.failing = {step.id for step in scenario.steps if isinstance(step, LoadFailed)}
         self.wrong_keys: dict[tuple[int, int], tuple[str, Stay | None]] = {}
         self.kept: Kept | None = None
-        if isinstance(contract, KeepsContent):
+        if keeps_content(contract):
             self.kept = Kept(scenario.engine.blocks, contract.stores_parts)
         self._reported: set[object] = set()
 
