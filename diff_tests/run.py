@@ -59,15 +59,12 @@ class Outcome:
 
 def predict(scenario: Scenario, rules: Rules) -> History | None:
     """What the model says will happen; None where it has nothing to say."""
-    if (refused := refusal(scenario, rules)) is not None:
-        return [refused]
-    if scenario.driver == "direct":
-        return None
-    if scenario.connector is None:
-        return Simulator(scenario, rules).history()
     contract = contract_for(scenario, rules)
     rule = contract.rule() if contract is not None else None
-    return Simulator(scenario, rules, rule).history() if rule is not None else None
+    if scenario.driver == "scheduler" and (scenario.connector is None or rule is not None):
+        return Simulator(scenario, rules, rule).history()
+    refused = refusal(scenario, rules)
+    return [refused] if refused is not None else None
 
 
 def follow(scenario: Scenario, observed: History, rules: Rules) -> History | None:

@@ -112,15 +112,15 @@ class Shard:
         self.num_known: Counter[str] = Counter()
         self.num_cases = 0
         self.seen: list[tuple[int, bytes]] = []
+        self._resident_bytes = resident_bytes()  # after the last case
 
     def run_case(self, index: int, send: Callable[[CaseReport | Sample], None]) -> None:
         """Runs one case, one in REPEAT_EVERY twice, and sends what is worth more than a count."""
         scenario = self.cases.case(index, self.rules)
-        size_before = resident_bytes()
         history = self._run(scenario)
         effective = self._effective(scenario)
         outcome = self.judge(index, effective, history)
-        if (grown := _lasting_growth(size_before)) > MOST_GROWTH_BYTES:
+        if (grown := self._lasting_growth()) > MOST_GROWTH_BYTES:
             outcome.findings += explain_known([_leak(grown)], effective, self.rules)
         if outcome.new_findings:
             send(report_of(index, outcome))
@@ -129,6 +129,15 @@ class Shard:
             if (differs := compare_repeat(effective, history, again, "the same process", self.rules)) is not None:
                 send(report_of(index, differs, repeat=True))
             send(Sample(index, history))
+            self._resident_bytes = resident_bytes()
+
+    def _lasting_growth(self) -> int:
+        """Bytes by which a case has made the process larger, for good if they are many."""
+        before, self._resident_bytes = self._resident_bytes, resident_bytes()
+        if self._resident_bytes - before > MOST_GROWTH_BYTES:
+            gc.collect()
+            self._resident_bytes = resident_bytes()
+        return self._resident_bytes - before
 
     def judge(self, index: int, scenario: Scenario, history: History) -> Outcome:
         """Judges and counts one case's history."""
@@ -175,15 +184,6 @@ def resident_bytes() -> int:
     """Memory that this process holds now."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * _PAGE_BYTES
-
-
-def _lasting_growth(size_before: int) -> int:
-    """Bytes by which the process has grown, for good if they are many."""
-    grown = resident_bytes() - size_before
-    if grown > MOST_GROWTH_BYTES:
-        gc.collect()
-        grown = resident_bytes() - size_before
-    return grown
 
 
 def _leak(num_bytes: int) -> Finding:
