@@ -36,7 +36,7 @@ from sim.history import Failure, History
 _START_TIMEOUT_S = 300.0
 _FORK_TIMEOUT_S = 60.0
 _PIPE_BYTES = 1 << 20
-_READ_BYTES = 1 << 18
+_READ_BYTES = 1 << 16  # a larger buffer is mapped anew for every read, which costs more than the read
 # A host keeps vLLM in memory. One that nobody uses is kept for the next target, but not many of them.
 _MAX_IDLE_HOSTS = 2
 
