@@ -207,6 +207,10 @@ def _blocks_differ(subject: _Subject, wanted: Value) -> bool:
     return (len(sizes) > 1) == wanted
 
 
+def _hits_inside_blocks(subject: _Subject, wanted: Value) -> bool:
+    return has_partial_hits(subject.scenario, subject.rules) == wanted
+
+
 def _loads_later(subject: _Subject, wanted: Value) -> bool:
     return any(isinstance(step, Add) and step.load == "async" for step in subject.scenario.steps) == wanted
 
@@ -300,6 +304,7 @@ _WHERE: dict[str, Callable[[_Subject, Value], bool]] = {
     "states_over_promise": _states_over_promise,  # the pool may lack blocks for states that a step in flight reads
     "keeps_passed_states": _keeps_passed_states,  # a step in flight, or wrong drafts, keep a state that was passed
     "blocks_differ": _blocks_differ,  # the groups' blocks hold different numbers of tokens
+    "hits_inside_blocks": _hits_inside_blocks,  # hits may end inside blocks
     "loads_later": _loads_later,  # some request's external tokens arrive after the step that grants them
     "load_over_cap": _load_over_cap,  # a late load's request has a longer table than it can hold blocks, in some window
     "load_leaves_nothing": _load_leaves_nothing,  # a late load brings a prompt of one token, or is computed again

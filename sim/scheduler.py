@@ -613,7 +613,9 @@ class Scheduler:
     def _fail_requests(self, lost: Iterable[Request]) -> list[Request]:
         """Of a load in several groups nothing counts."""
         if not self.rules.loads_fail_by_request:
-            raise FailedGroupsError("blocks of several groups were reported as invalid")
+            if self.running or any(request.status == Status.LOADING for request in self.aside):
+                raise FailedGroupsError("blocks of several groups were reported as invalid")
+            return []  # whose load it was is gone, and nobody else may hold the blocks
         loading = [request for request in lost if request.status == Status.LOADING]
         if self.recomputes_failed_loads:
             for request in loading:
