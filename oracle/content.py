@@ -751,7 +751,7 @@ class Replay:
             if block == NULL:
                 continue
             self.num_holders[block] += 1
-            if block in before:
+            if block in before and (before[position : position + 1] == [block] or self._is_own(stay, block)):
                 continue
             entry = Entry(stay, group.index, position, block)
             if position == found and not stay.num_external:
@@ -763,6 +763,12 @@ class Replay:
             self.contents[block] = Content(stay, group.index, position, stay.num_found if is_there else _NO_STATE)
         if found >= 0:
             stay.sources[group.index] = table[found] if found < len(table) else NULL
+
+    def _is_own(self, stay: Stay, block: int) -> bool:
+        """Whether a block that has moved in a stay's table moved with what it holds. One that was hit does not move: it was
+        let go and taken anew."""
+        content = self.contents[block]
+        return content is not None and content.stay is stay
 
     def _find_overwritten(self, record: Scheduled) -> None:
         """Blocks written over by zeroing or copying while somebody holds them from before."""

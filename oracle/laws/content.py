@@ -217,12 +217,14 @@ def _state_went_on(content: Content, num_tokens: int) -> bool:
 
 def _cause_of_state_before(group: GroupView, content: Content, num_tokens: int) -> str | None:
     """Why a block holds an earlier state of the request than its key says: a step that began inside the block went on
-    behind its end, or one whose drafts were right; neither left the state at the end of it."""
+    behind its end, or one whose drafts were right; neither left the state at the end of it. Or no step wrote there."""
     stay, position = content.stay, group.last_position(num_tokens)
-    if not content.until < num_tokens < stay.num_computed or content.position != position:
+    if not content.until < num_tokens < stay.num_computed:
         return None
     if num_tokens > stay.num_prefill:
-        return "drafted_state_key"
+        return "drafted_state_key" if content.position == position else None
+    if content.position != position:
+        return "passed_over_key"  # let go where its state was, and taken anew for the states of drafts
     begins_inside = content.until % group.block_size > 0 and group.last_position(content.until) == position
     return "skipped_state_key" if group.has_checkpoints and begins_inside else None
 

@@ -393,6 +393,31 @@ def test_law_3_a_checkpoint_s_place_that_right_drafts_pass() -> None:
     assert [(f.cause, f.positions) for f in verdicts(case, history_of(case))] == [("drafted_state_key", [1])]
 
 
+def test_law_3_blocks_of_states_that_are_let_go_and_taken_again_in_one_step() -> None:
+    """In a tight pool a block that a step leaves may come back as one for the states of drafts. It holds what it held: A's
+    own earlier state, which explains a key that is linked to it; or, in B's table, the state that B has hit."""
+    states = "[{kind: mamba, block: 1, mode: align, speculative_blocks: 1, checkpoint_blocks: 1, checkpoint_alignment: 1}]"
+    own = scenario(
+        "{blocks: 6, max_model_len: 42, long_prefill_token_threshold: 3, retention_interval: null, "
+        "speculative: {method: eagle, tokens: 1}}",
+        states,
+        "[{add: {id: A, prompt: [[a, 13]], max_tokens: 1}}, {step: 4}]",
+        "null",
+    )
+    before = rules_of("0.30.0")
+    found = judge(own, Simulator(own, before).history(), before, None)
+    assert {f.cause for f in found} == {"passed_over_key"}
+    hit = scenario(
+        "{blocks: 5, max_model_len: 40, retention_interval: null, reserve_full_isl: false, "
+        "speculative: {method: draft_model, tokens: 1, accept: [1]}}",
+        states,
+        "[{add: {id: A, prompt: [[s, 5]], max_tokens: 2}}, {run: 40}, "
+        "{add: {id: B, prompt: [[s, 5], [b, 1]], max_tokens: 6}}, {step: 8}]",
+        "null",
+    )
+    assert [f.cause for f in verdicts(hit, history_of(hit)) if f.law == 3] == []
+
+
 def test_law_3_a_wrong_key_is_the_cause_where_what_it_found_is_copied() -> None:
     """A state is found in the middle of a block and copied into the request's own."""
     case = scenario(
