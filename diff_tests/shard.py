@@ -10,7 +10,7 @@ import gc
 import os
 import resource
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -32,6 +32,8 @@ REPEAT_EVERY = 50
 """Each so many cases one runs twice, for law 10."""
 _MOST_ATTEMPTS = 1000
 """Generated cases that one case with a certain connector is chosen from, about two of them in fact."""
+_CASES_AT_ONCE = 8
+"""Cases that are made one after the other, then run, then judged: code that has just run is in the processor's caches."""
 MOST_GROWTH_BYTES = 256 << 20
 """A case that leaves its process so much larger has leaked memory."""
 
@@ -91,7 +93,8 @@ class Sample(Struct, tag="sample"):
 
 
 class Shard:
-    """Runs and judges cases, one after the other. run: a scenario's history; effective: the scenario as it is run.
+    """Runs and judges cases. run: a scenario's history; effective: the scenario as it is run; turn_to: told before
+    anything is done about a case.
 
     coverage, num_known (findings of known issues by id) and num_cases sum up what was judged; in a guided campaign seen
     tells what each case showed (`guidance.bits`).
@@ -103,24 +106,49 @@ class Shard:
         rules: Rules,
         run: Callable[[Scenario], History],
         effective: Callable[[Scenario], Scenario] = lambda scenario: scenario,
+        turn_to: Callable[[int], None] = lambda index: None,
     ) -> None:
         self.cases = cases
         self.rules = rules
         self._run = run
         self._effective = effective
+        self._turn_to = turn_to
         self.coverage = Coverage(rules)
         self.num_known: Counter[str] = Counter()
         self.num_cases = 0
         self.seen: list[tuple[int, bytes]] = []
-        self._resident_bytes = resident_bytes()  # after the last case
+        self._resident_bytes = 0  # before the case at hand
 
-    def run_case(self, index: int, send: Callable[[CaseReport | Sample], None]) -> None:
-        """Runs one case, one in REPEAT_EVERY twice, and sends what is worth more than a count."""
-        scenario = self.cases.case(index, self.rules)
-        history = self._run(scenario)
+    def run_cases(self, start: int, stop: int, send: Callable[[CaseReport | Sample], None]) -> None:
+        """Runs the cases [start, stop), one in REPEAT_EVERY twice, and sends what is worth more than a count."""
+        for first in range(start, stop, _CASES_AT_ONCE):
+            indices = range(first, min(first + _CASES_AT_ONCE, stop))
+            scenarios = [self.cases.case(index, self.rules) for index in self._each(indices)]
+            self._resident_bytes = resident_bytes()
+            ran = [self._run_and_weigh(scenarios[index - first]) for index in self._each(indices)]
+            for index in self._each(indices):
+                self._judge_and_send(index, scenarios[index - first], *ran[index - first], send)
+
+    def _each(self, indices: range) -> Iterator[int]:
+        for index in indices:
+            self._turn_to(index)
+            yield index
+
+    def _run_and_weigh(self, scenario: Scenario) -> tuple[History, int]:
+        """The history, and the bytes by which the case has made the process larger, for good if they are many."""
+        before, history = self._resident_bytes, self._run(scenario)
+        self._resident_bytes = resident_bytes()
+        if self._resident_bytes - before > MOST_GROWTH_BYTES:
+            gc.collect()
+            self._resident_bytes = resident_bytes()
+        return history, self._resident_bytes - before
+
+    def _judge_and_send(
+        self, index: int, scenario: Scenario, history: History, grown: int, send: Callable[[CaseReport | Sample], None]
+    ) -> None:
         effective = self._effective(scenario)
         outcome = self.judge(index, effective, history)
-        if (grown := self._lasting_growth()) > MOST_GROWTH_BYTES:
+        if grown > MOST_GROWTH_BYTES:
             outcome.findings += explain_known([_leak(grown)], effective, self.rules)
         if outcome.new_findings:
             send(report_of(index, outcome))
@@ -129,15 +157,6 @@ class Shard:
             if (differs := compare_repeat(effective, history, again, "the same process", self.rules)) is not None:
                 send(report_of(index, differs, repeat=True))
             send(Sample(index, history))
-            self._resident_bytes = resident_bytes()
-
-    def _lasting_growth(self) -> int:
-        """Bytes by which a case has made the process larger, for good if they are many."""
-        before, self._resident_bytes = self._resident_bytes, resident_bytes()
-        if self._resident_bytes - before > MOST_GROWTH_BYTES:
-            gc.collect()
-            self._resident_bytes = resident_bytes()
-        return self._resident_bytes - before
 
     def judge(self, index: int, scenario: Scenario, history: History) -> Outcome:
         """Judges and counts one case's history."""
@@ -182,7 +201,7 @@ _PAGE_BYTES = resource.getpagesize()
 
 def resident_bytes() -> int:
     """Memory that this process holds now."""
-    with open("/proc/self/statm", "rb") as file:
+    with open("/proc/self/statm", "rb", buffering=0) as file:
         return int(file.read().split()[1]) * _PAGE_BYTES
 
 

@@ -24,6 +24,7 @@ from diff_tests.loading import load_scenario
 from diff_tests.mutants import installed_source
 from diff_tests.run import run_on
 from diff_tests.shard import Cases
+from diff_tests.vllm_target import wire
 from diff_tests.vllm_target.target import Target
 from sim.releases import Rules
 from sim.scenario import Add, check
@@ -111,6 +112,31 @@ def test_what_kills_its_child_or_hangs_is_a_finding_and_the_campaign_goes_on(tar
     assert {"crash", "hang"} <= {fault.kind for fault in summary.faults}
     assert all(report.failure_path.exists() for report in summary.faults.values())
     assert any("killed by signal 9" in report.first.message for report in summary.faults.values())
+
+
+SLOW = """
+import time
+
+class Slow(DecodeBenchConnector):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        time.sleep(0.4)
+
+DecodeBenchConnector = Slow
+"""
+
+
+def test_each_case_has_the_time_limit_for_itself(target: Target, tmp_path: Path) -> None:
+    path = tmp_path / "slow.py"
+    path.write_text(f"{installed_source(target, 'DecodeBenchConnector')}\n{SLOW}")
+    with Target(connector=str(path), timeout_s=1.5) as slow:
+        slow.start()
+        started = time.monotonic()
+        (message,) = slow.run_cases(Cases(1), 0, 24)
+        assert time.monotonic() - started > 2 * 1.5
+    assert isinstance(message, wire.CasesDone)
+    assert message.num_cases == 24
+    assert slow.lost == 0
 
 
 def test_failures_are_saved_grouped_and_reduced(target: Target, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ def model(scenario: Scenario) -> History:
 
 def reports(run: object, index: int) -> tuple[list[CaseReport | Sample], Shard]:
     shard, sent = Shard(CASES, RULES, run), []  # type: ignore[arg-type, var-annotated]
-    shard.run_case(index, sent.append)
+    shard.run_cases(index, index + 1, sent.append)
     return sent, shard
 
 

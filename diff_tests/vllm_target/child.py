@@ -12,10 +12,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from diff_tests.shard import Shard, resident_bytes
 from diff_tests.vllm_target import connectors, memory, wire
+from diff_tests.vllm_target.bookmark import Bookmark
 from diff_tests.vllm_target.releases import TargetInputError
 from diff_tests.vllm_target.server import Server
 from oracle import contracts
@@ -107,7 +109,7 @@ class Outbox:
             self._pulsed_case = self._case
 
 
-def serve(requests_fd: int, answers_fd: int, version: str, fork: wire.Fork) -> None:
+def serve(requests_fd: int, answers_fd: int, bookmark_fd: int, version: str, fork: wire.Fork) -> None:
     """Puts connector, contracts and KV memory in place, then serves requests until the parent closes its end. vLLM is
     imported by now."""
     inbox, outbox = Inbox(requests_fd), Outbox(answers_fd)
@@ -121,7 +123,7 @@ def serve(requests_fd: int, answers_fd: int, version: str, fork: wire.Fork) -> N
         outbox.send(wire.NotReady(bad_input=True, message=str(error)))
         return
     outbox.send(wire.Ready(version, installed.replaces))
-    answer = _Loop(Server(version, installed.name), outbox)
+    answer = _Loop(Server(version, installed.name), outbox, Bookmark(bookmark_fd))
     while True:
         answer(inbox.get())
 
@@ -129,9 +131,10 @@ def serve(requests_fd: int, answers_fd: int, version: str, fork: wire.Fork) -> N
 class _Loop:
     """Answers one message, and collects garbage now and then."""
 
-    def __init__(self, server: Server, outbox: Outbox) -> None:
+    def __init__(self, server: Server, outbox: Outbox, bookmark: Bookmark) -> None:
         self._server = server
         self._outbox = outbox
+        self._bookmark = bookmark
         self._num_cases = 0
         self._num_blocks = 0
 
@@ -165,17 +168,15 @@ class _Loop:
         self._collect(scenario.engine.blocks)
 
     def _run_cases(self, message: wire.RunCases) -> None:
-        """Some cases of a campaign. The parent hears of each before it runs, and so knows which one killed us."""
+        """Some cases of a campaign. The bookmark tells the parent which one killed us."""
         case, send = message.case, self._outbox.send
         cases, rules = wire.unpack_cases(message.cases), rules_of(message.judged_by)
 
         def run(scenario: Scenario) -> History:
             return self._history(scenario, message.judged_by, message.defect)
 
-        shard = Shard(cases, rules, run, self._server.effective)
-        for index in range(message.start, message.stop):
-            send(wire.CaseBegun(case, index))
-            shard.run_case(index, lambda news: send(wire.CasesNews(case, news)))
+        shard = Shard(cases, rules, run, self._server.effective, partial(self._bookmark.put, case))
+        shard.run_cases(message.start, message.stop, lambda news: send(wire.CasesNews(case, news)))
         coverage = shard.coverage.plain()
         send(wire.CasesDone(case, shard.num_cases, coverage, dict(shard.num_known), resident_bytes(), shard.seen))
 

@@ -24,7 +24,7 @@ from diff_tests.vllm_target import wire
 
 _END_TIMEOUT_S = 10.0
 
-Serve = Callable[[int, int, str, wire.Fork], None]
+Serve = Callable[[int, int, int, str, wire.Fork], None]
 
 
 def main() -> None:
@@ -92,7 +92,7 @@ def _prepare() -> tuple[str, Serve]:
 
 def _fork_on_request(control: socket.socket, version: str, serve: Serve) -> None:
     while True:
-        header, fds, _, _ = socket.recv_fds(control, wire.HEADER_BYTES, 2)
+        header, fds, _, _ = socket.recv_fds(control, wire.HEADER_BYTES, 3)
         if not header:
             return
         message = wire.decode_to_host(control.recv(wire.body_length(header), socket.MSG_WAITALL))
@@ -119,7 +119,7 @@ def _live(
     try:
         os.setpgid(0, 0)  # so that it can be killed with whatever it starts
         control.close()
-        serve(fds[0], fds[1], version, fork)
+        serve(fds[0], fds[1], fds[2], version, fork)
         code = 0
     except BaseException:
         traceback.print_exc()

@@ -18,10 +18,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from diff_tests.vllm_target import wire
+from diff_tests.vllm_target.bookmark import Bookmark, shared_page
 from diff_tests.vllm_target.releases import (
     Source,
     TargetInputError,
@@ -103,12 +104,12 @@ class _Host:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def fork(self, connector: str | None, device: str, requests_fd: int, answers_fd: int) -> int:
-        """A new child with these ends of its pipes. Returns its process ID."""
+    def fork(self, connector: str | None, device: str, fds: Sequence[int]) -> int:
+        """A new child with these ends of its pipes and the page of its bookmark. Returns its process ID."""
         question = wire.frame(wire.Fork(connector, contracts.added(), device))
         try:
             with self._lock:
-                socket.send_fds(self._control, [question], [requests_fd, answers_fd])
+                socket.send_fds(self._control, [question], fds)
                 message = self._receive(_FORK_TIMEOUT_S)
         except (OSError, _Silence, _Closed):
             raise TargetStartError(f"vLLM's host process is gone: {self.last_lines(5)}") from None
@@ -230,7 +231,12 @@ class Child:
             self._host.num_children += 1
         try:
             with _pipe() as (requests_read, self._requests), _pipe() as (self._answers, answers_write):
-                self.pid = self._host.fork(connector, device, requests_read, answers_write)
+                page = shared_page()
+                try:
+                    self._bookmark = Bookmark(page)
+                    self.pid = self._host.fork(connector, device, (requests_read, answers_write, page))
+                finally:
+                    os.close(page)
                 os.close(requests_read)
                 os.close(answers_write)
         except BaseException:
@@ -278,15 +284,21 @@ class Child:
             raise self._died(history, end, timeout_s) from None
 
     def answer(self, case: int, timeout_s: float) -> wire.ToParent:
-        """The single answer to a question. Raises Died."""
+        """The answer to a question, or the next of several. Each case of a campaign has its own time. Raises Died."""
         deadline = time.monotonic() + timeout_s
-        try:
-            while True:
+        while True:
+            try:
                 message = self._next_message(deadline)
                 if getattr(message, "case", None) == case:
                     return message
-        except (_Silence, _Closed) as end:
-            raise self._died([], end, timeout_s) from None
+            except (_Silence, _Closed) as end:
+                before, deadline = deadline, self._bookmark.turned_at + timeout_s
+                if isinstance(end, _Closed) or deadline <= before:
+                    raise self._died([], end, timeout_s) from None
+
+    def case_at_hand(self, question: int) -> int | None:
+        """The index of the case that the child is at, or died over; None if it has not come to this question yet."""
+        return self._bookmark.index(question)
 
     def _died(self, partial: History, end: Exception, timeout_s: float) -> Died:
         step = getattr(partial[-1], "step", 0) if partial else 0
@@ -296,10 +308,13 @@ class Child:
         return Died(partial, Failure(step=step, type=kind, phase="child", message=message), hangs)
 
     def _next_message(self, deadline: float) -> wire.ToParent:
-        header = self._read(wire.HEADER_BYTES, deadline)
-        return wire.decode_to_parent(self._read(wire.body_length(header), deadline))
+        """Takes a message that is there in whole."""
+        num_bytes = wire.HEADER_BYTES + wire.body_length(self._peek(wire.HEADER_BYTES, deadline))
+        frame = self._peek(num_bytes, deadline)
+        del self._buffer[:num_bytes]
+        return wire.decode_to_parent(frame[wire.HEADER_BYTES :])
 
-    def _read(self, num_bytes: int, deadline: float) -> bytes:
+    def _peek(self, num_bytes: int, deadline: float) -> bytes:
         buffer = self._buffer
         while len(buffer) < num_bytes:
             _wait_for(self._answers, deadline)
@@ -307,9 +322,7 @@ class Child:
             if not part:
                 raise _Closed
             buffer += part
-        taken = bytes(buffer[:num_bytes])
-        del buffer[:num_bytes]
-        return taken
+        return bytes(buffer[:num_bytes])
 
     def _how_it_ended(self) -> str:
         """In words. Asked for once: from then on the process ID may be another's."""

@@ -195,21 +195,21 @@ class Target:
             first, last = left.pop()
             if first == last:
                 continue
-            killer = None
+            question = self._next_case
             news: list[CasesMessage] = []
             try:
                 for message in self._answers(
                     partial(wire.RunCases, cases=data, start=first, stop=last, judged_by=release, defect=self.defect)
                 ):
-                    if isinstance(message, wire.CaseBegun):
-                        killer = message.index
-                    elif isinstance(message, wire.CasesNews):
+                    if isinstance(message, wire.CasesNews):
                         news.append(message)
                     elif isinstance(message, wire.CasesDone):
                         yield from news
                         yield message
                         break
             except Died as death:
+                assert self._child is not None
+                killer = self._child.case_at_hand(question)
                 if killer is None:  # it had died before, or it cannot live
                     self._drop_child()
                     if was_idle:

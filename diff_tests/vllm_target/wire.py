@@ -150,13 +150,6 @@ class TraceSteps(Struct, tag="trace_steps"):
     error: str | None = None
 
 
-class CaseBegun(Struct, tag="case_begun"):
-    """The child turns to the index-th case of a campaign."""
-
-    case: int
-    index: int
-
-
 class CasesNews(Struct, tag="cases_news"):
     """A case of a campaign is worth more than a count."""
 
@@ -204,7 +197,7 @@ class CpuTime(Struct, tag="cpu"):
 
 class Fork(Struct, tag="fork"):
     """To the host: fork a child with this connector, these contracts from outside, and KV memory on this device. The two
-    ends of its pipes come along."""
+    ends of its pipes and the page of its bookmark come along."""
 
     connector: str | None
     contracts: tuple[str, ...] = ()
@@ -232,7 +225,6 @@ class Ended(Struct, tag="ended"):
 ToChild = (
     RunCase | AskStartupPool | AskStepTimes | RunCases | AskRealTime | PlayTrace | AskConnectorFile | RunEngine | AskCpuTime
 )
-_AboutCases = CaseBegun | CasesNews | CasesDone
 ToParent = (
     Ready
     | NotReady
@@ -240,7 +232,6 @@ ToParent = (
     | StartupPool
     | StepTimes
     | TraceSteps
-    | CaseBegun
     | CasesNews
     | CasesDone
     | ConnectorFile
