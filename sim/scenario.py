@@ -39,7 +39,8 @@ class _Value(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit
 
 
 class Speculative(_Value, frozen=True, kw_only=True):
-    """Drafted tokens per request and step, and how many of them are accepted, in turn."""
+    """Drafted tokens per request and step, and how many of them are accepted, in turn. Those of an admission that is padded
+    to the shape of a decode step stand for none: they are rejected, and take no turn."""
 
     method: Literal["ngram", "draft_model", "eagle"] = "ngram"
     tokens: Count

@@ -1,8 +1,9 @@
 """A step of a Mamba group with checkpoint blocks does not fit by blocks that it would not take.
 
-Such a step takes a block for its state and one for its checkpoint; the table's other new entries are null. For a request's
-later steps the scheduler counts all new entries of the table. In the smallest pool that is accepted the request, alone
-there, preempts itself, starts again where nothing in between is cached, and so on for ever.
+Such a step takes a block for its state and one for its checkpoint; blocks for the states of drafts are there from the first
+step on, and the table's other new entries are null. For a request's later steps the scheduler counts those, too. In the
+smallest pool that is accepted the request, alone there, preempts itself, starts again where nothing in between is cached,
+and so on for ever.
 
 Run it with the vLLM in question: `python checkpoint_counts_nulls.py`. It fails where vLLM has the issue.
 """
@@ -15,7 +16,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.request import Request
 
-NUM_BLOCKS = 4
+NUM_BLOCKS = 7
+NUM_DRAFTS = 3
 
 
 def make_manager() -> KVCacheManager:
@@ -28,6 +30,7 @@ def make_manager() -> KVCacheManager:
         shapes=((1, 32),),
         dtypes=(torch.bfloat16,),
         mamba_cache_mode="align",
+        num_speculative_blocks=NUM_DRAFTS,
         num_prefill_checkpoint_blocks=1,
         **alignment,
     )
@@ -44,18 +47,18 @@ def main() -> None:
     manager = make_manager()
     request = Request(
         request_id="A",
-        prompt_token_ids=list(range(12)),
+        prompt_token_ids=list(range(19)),
         sampling_params=SamplingParams(max_tokens=1),
         pooling_params=None,
         block_hasher=get_request_block_hasher(1, sha256),
     )
     manager.new_step_starts()
-    assert manager.allocate_slots(request, 7) is not None
-    request.num_computed_tokens = 7
+    assert manager.allocate_slots(request, 16, num_lookahead_tokens=NUM_DRAFTS) is not None
+    request.num_computed_tokens = 16
     manager.new_step_starts()
-    blocks = manager.allocate_slots(request, 5)
+    blocks = manager.allocate_slots(request, 3, num_lookahead_tokens=NUM_DRAFTS)
     num_free = manager.block_pool.get_num_free_blocks()
-    assert blocks is not None, f"5 more tokens need a state and a checkpoint, and do not fit into {num_free} free blocks"
+    assert blocks is not None, f"3 more tokens need a state and a checkpoint, and do not fit into {num_free} free blocks"
 
 
 if __name__ == "__main__":

@@ -184,3 +184,12 @@ def test_the_checkpoint_of_a_step_that_did_not_fit_may_lie_behind_the_table():
     *_, last = Simulator(case, RELEASES["0.30.0"]).history()
     assert isinstance(last, Failure)
     assert (last.type, last.phase) == ("AssertionError", "update")
+
+
+def test_drafts_of_a_padded_admission_are_rejected():
+    """They stand for none: B has one token to compute, and gets one token for three rows. Real drafts follow."""
+    steps = [add("A", ["a", 9], max_tokens=12), {"step": 2}, add("B", ["a", 9], max_tokens=4), {"step": 2}]
+    history = list(Simulator(scenario([FULL], steps, speculative={"tokens": 2, "accept": [2]})).history())
+    assert [record.scheduled for record in schedules(history)][2:] == [{"A": 3, "B": 3}, {"A": 3, "B": 3}]
+    outputs = [record.new_tokens for record in history if isinstance(record, Updated)]
+    assert outputs == [{"A": 1}, {"A": 3}, {"A": 3, "B": 1}, {"A": 3, "B": 3}]
