@@ -32,7 +32,7 @@ REPEAT_EVERY = 50
 """Each so many cases one runs twice, for law 10."""
 _MOST_ATTEMPTS = 1000
 """Generated cases that one case with a certain connector is chosen from, about two of them in fact."""
-_CASES_AT_ONCE = 8
+_CASES_AT_ONCE = 32
 """Cases that are made one after the other, then run, then judged: code that has just run is in the processor's caches."""
 MOST_GROWTH_BYTES = 256 << 20
 """A case that leaves its process so much larger has leaked memory."""
