@@ -115,10 +115,8 @@ def _choose_match_unit(draft: Draft) -> int | None:
 
 def _may_recompute(draft: Draft) -> bool:
     """Whether what a failed load leaves can be followed. With drafts and steps in flight a request goes on counting tokens
-    that never come (known issue placeholder-of-failed-load), so that nobody can tell where its next step begins; a lone
-    group of states is taken back to the start of the block that was lost, where there is no state."""
-    counts_on = {"speculative", "async_scheduling"} <= draft.on
-    return not counts_on and not (len(draft.groups) == 1 and isinstance(draft.groups[0], Mamba))
+    that never come (known issue placeholder-of-failed-load), so that nobody can tell where its next step begins."""
+    return not {"speculative", "async_scheduling"} <= draft.on
 
 
 def make_connector(draft: Draft) -> Connector | None:
