@@ -33,6 +33,7 @@ from sim.scheduler import Scheduler
 
 CASES_PER_BATCH = 150
 NUM_BATCHES = 7
+CASES_PER_RACE = 960
 NUM_ROUNDS = 5
 
 
@@ -159,7 +160,7 @@ def measure_jobs(target: Target) -> list[Measure]:
 def _campaign_seconds(target: Target, batch_index: int, num_jobs: int) -> float:
     """Seconds by the clock from the moment at which all children are there."""
     cases = Cases(batch_index)
-    crew = Crew(target, lambda _: cases, Shares(2 * CASES_PER_BATCH), num_jobs, None)
+    crew = Crew(target, lambda _: cases, Shares(CASES_PER_RACE), num_jobs, None)
     crew.start_children()
     started = time.perf_counter()
     for _ in crew.results():

@@ -203,10 +203,12 @@ def _was_preempted_before(trial: Trial, request_index: int, num_tokens: int) -> 
 
 
 def _is_of_drafted_checkpoint(group: GroupView, content: Content, num_tokens: int) -> bool:
-    """Whether a key is of a checkpoint behind the prefill, where steps write none; a padded admission may have one just
-    behind it. Keys of whole blocks stand where their last token is."""
-    is_whole = num_tokens % group.block_size == 0 and content.position == group.last_position(num_tokens)
-    return group.has_checkpoints and num_tokens >= content.stay.num_prefill and not is_whole
+    """Whether a key is of a checkpoint behind the prefill, where steps write none. Keys of whole blocks stand where their
+    last token is, and so does the key of the prompt's end, unless it is of a padded admission's checkpoint."""
+    is_in_place = content.position == group.last_position(num_tokens)
+    is_whole = num_tokens % group.block_size == 0
+    num_behind = num_tokens - content.stay.num_prefill
+    return group.has_checkpoints and num_behind >= 0 and not (is_in_place and (is_whole or num_behind == 0))
 
 
 def _state_went_on(content: Content, num_tokens: int) -> bool:

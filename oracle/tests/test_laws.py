@@ -379,6 +379,32 @@ def test_law_3_checkpoints_of_steps_with_drafts(accepted: int) -> None:
     assert verdicts(case, history_of(case)) == []
 
 
+@pytest.mark.parametrize(
+    ("engine", "groups", "add", "expected"),
+    [
+        (
+            "{blocks: 4, speculative: {method: eagle, tokens: 2}}",
+            "[{kind: mamba, block: 1, mode: align, checkpoint_blocks: 1, checkpoint_alignment: 1}]",
+            "{id: A, prompt: [[a, 2]], max_tokens: 2, external: 2}",
+            "drafted_checkpoint_key",
+        ),
+        (
+            "{blocks: 7, async_scheduling: true, prefix_match_unit: 1, speculative: {method: draft_model, tokens: 2}}",
+            "[{kind: full, block: 2}, {kind: mamba, block: 2, mode: align, checkpoint_blocks: 1}]",
+            "{id: A, prompt: [[a, 1]], max_tokens: 2}",
+            "outdated_state_key",
+        ),
+    ],
+    ids=["checkpoint of a padded admission", "state at the prompt's end, keyed once more"],
+)
+def test_law_3_keys_of_the_state_after_the_prompt(engine: str, groups: str, add: str, expected: str) -> None:
+    case, rules = scenario(engine, groups, f"[{{add: {add}}}, {{run: 40}}]", "{name: scripted}"), rules_of("0.30.0")
+    contract = contract_for(case, rules)
+    assert contract is not None
+    found = judge(case, Simulator(case, rules, contract.rule()).history(), rules, contract)
+    assert {f.cause for f in found} == {expected}
+
+
 def test_law_3_a_checkpoint_s_place_that_right_drafts_pass() -> None:
     """A's step [2, 6) keeps a place for a checkpoint, where the state after 4 tokens would be. Its drafts are right, and
     only the state after 6 is put into place; vLLM caches both."""
