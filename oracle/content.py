@@ -15,7 +15,7 @@ fills counts as those blocks' external tokens; whether it filled the right block
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from oracle.findings import token_range
@@ -206,7 +206,7 @@ class Stay:
         self.is_admitted = True
         self.loads = False
         self.num_lost = 0
-        self.num_given = self.num_computed = self.num_found - num_replayed
+        self.num_given = self.num_computed = max(0, self.num_found - num_replayed)
         self.replays = num_replayed > 0
         self.num_known = _ENDLESS
         self.num_prefill = _ENDLESS
@@ -327,7 +327,7 @@ class Replay:
         self._has_drafts = scenario.engine.speculative is not None
         self._num_tokens: dict[str, int] = {}
         self._in_flight: deque[Sent] = deque()
-        self._latest: dict[str, int] = {}  # tokens of the last step, by request
+        self._sent: deque[Scheduled] = deque(maxlen=2)  # the last steps: no more are in flight
         self._watches_events = scenario.engine.kv_events
         self.is_told = False
         self.unbalanced: Counter[tuple[int, int, int]] = Counter()
@@ -396,7 +396,7 @@ class Replay:
                 for request in record.arrived:
                     self._arrive(request)
                 if record.lost:
-                    self._lose(set(record.lost), self._latest if self.step > record.step else {})
+                    self._lose(set(record.lost), record.step)
                 if self._in_flight:
                     self._take_output(record)
                 for request in record.finished:
@@ -417,13 +417,15 @@ class Replay:
 
     def _scheduled(self, record: Scheduled) -> None:
         """One step in the worker's order: zero, copy, (fill,) forward. Tables come before, since they say who writes."""
-        self.step, self._latest = record.step, record.scheduled
+        self.step = record.step
+        self._sent.append(record)
         self.preempted += [self.stays[request] for request in record.preempted if request in self.stays]
         contents = self.contents
         for block in record.zeroed:
             contents[block] = None
         for source, target in record.copies:
             held = contents[source]
+            self._rewritten.add(target)
             contents[target] = held and held._replace(until=held.num_tokens if held.until == _ENDLESS else held.until)
         tables = record.tables
         before = dict(self.tables) if record.hits and tables is None else self.tables
@@ -455,15 +457,15 @@ class Replay:
         if sent is not None:
             self._in_flight.append(sent)
 
-    def _lose(self, lost: set[int], ahead: Mapping[str, int]) -> None:
+    def _lose(self, lost: set[int], step: int) -> None:
         """Loads wrote nothing into these blocks. Who was to find it there has to compute it, from the first such block on,
-        unless it has done so anyway; who shares it looks again when it is scheduled next.
-
-        ahead: tokens by request of a step in flight behind the one whose output tells. So many more count as loaded, also
-        where they have been computed again.
-        """
+        unless it has done so anyway. What a step in flight behind this one computes counts as loaded, also where it is
+        computed again. Who shares the blocks computes this step again, and looks at them when it is scheduled next."""
+        void = next((sent.scheduled for sent in self._sent if sent.step == step), {})
+        ahead = self._sent[-1].scheduled if self._sent and self._sent[-1].step > step else {}
         for request, tables in self.tables.items():
             stay = self.stays[request]
+            shares = False
             for group in self.groups:
                 for position, block in enumerate(tables[group.index]):
                     if block not in lost:
@@ -477,6 +479,17 @@ class Replay:
                             self._void_states(stay, tables, start)
                     else:
                         self._doubted.setdefault(request, []).append(Entry(stay, group.index, position, block))
+                        shares = True
+            if shares and self._fallen.get(request) is not stay:
+                self._go_back(stay, tables, void.get(request, 0))
+
+    def _go_back(self, stay: Stay, tables: Sequence[Table], num_tokens: int) -> None:
+        """The last `num_tokens` tokens of a stay count as not computed."""
+        stay.num_computed -= num_tokens
+        self._void_states(stay, tables, stay.num_computed)
+        for group in self._state_groups:
+            table, position = tables[group.index], group.last_position(stay.num_computed)
+            stay.sources[group.index] = table[position] if position < len(table) else NULL
 
     # -- states and outputs --------------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
 """Two requests whose loads have arrived hold all blocks but two, and wait for ever for the blocks that their drafts need.
 
 A load that arrives later is granted if the prompts of all that load or prefill still fit. The tokens that a draft model
-writes behind them are not counted, or (0.31) counted for one group where there are three. So two loads can take blocks which
-the next step of each needs for its drafts. Neither can take a step, and none is preempted, since none runs. Later releases
-keep blocks for such a step in each group.
+writes behind them are not counted, or (0.31) counted for one group where there are three. So two loads can take blocks
+which the next step of each needs for its drafts. Neither can take a step, and none is preempted, since none runs. Later
+releases keep blocks for such a step in each group.
 
 Run it with the vLLM in question: `python loads_hold_all.py`. It fails where vLLM has the issue.
 """

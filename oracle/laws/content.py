@@ -171,16 +171,21 @@ def _writer(content: Content | None) -> Stay | None:
 
 def _key_cause(trial: Trial, group_index: int, request_index: int, num_tokens: int, block: int) -> str | None:
     """Why a key is linked to a block that does not hold its tokens, where that can be told."""
-    if _was_preempted_before(trial, request_index, num_tokens):
-        return "uncomputed_key"
     content = trial.replay.contents[block]
-    if content is None or content.group != group_index or not trial.replay.groups[group_index].holds_states:
+    is_state = content is not None and content.group == group_index and trial.replay.groups[group_index].holds_states
+    is_of_prefix = (
+        content is not None and trial.replay.prefixes.common(content.stay.request_index, request_index) >= num_tokens
+    )
+    was_passed = content is not None and is_state and is_of_prefix and content.until > num_tokens
+    if not was_passed and _was_preempted_before(trial, request_index, num_tokens):
+        return "uncomputed_key"
+    if content is None or not is_state:
         return None
     if content.stay.replays:
         return "replayed_state_key"
-    if trial.replay.prefixes.common(content.stay.request_index, request_index) < num_tokens:
+    if not is_of_prefix:
         return None
-    if 0 < content.until < num_tokens <= content.stay.num_lost:
+    if content.until and content.until < num_tokens <= content.stay.num_lost:
         return "failed_load_key"
     if num_tokens > content.stay.num_computed:
         return "unwritten_key"

@@ -826,6 +826,50 @@ def test_law_3_a_load_that_failed_may_come_again() -> None:
     assert causes(case, history) == ["load_missing", "key_wrong_tokens"]
 
 
+def test_law_3_who_shares_a_failed_load_computes_its_step_again() -> None:
+    """B has hit all but the last token of what A loads; both are computed again, and the pool has no block to spare."""
+    case = scenario(
+        "{blocks: 4, max_model_len: 32}",
+        "[{kind: full, block: 1}]",
+        "[{add: {id: A, prompt: [[p, 2]], external: 31}}, {add: {id: B, prompt: [[p, 2]]}}, {schedule: 1}, "
+        "{load_failed: {id: A}}, {update: 1}, {run: 20}]",
+        "{name: scripted, load_failure: recompute}",
+    )
+    history = history_of(case)
+    assert scheduled(history, 2).scheduled["B"] == scheduled(history, 1).scheduled["B"] == 1
+    assert causes(case, history) == []
+
+
+STATE_KEYS_AGAIN = [
+    # B hits what A has computed of the block that A's last step holds a later state in.
+    (
+        "{blocks: 6, prefix_match_unit: 1, async_scheduling: true}",
+        "[{kind: mamba, block: 2, mode: align}, {kind: full, block: 16}]",
+        "[{add: {id: A, prompt: [[p, 15]], max_tokens: 2}}, {step: 1}, {add: {id: B, prompt: [[p, 15]]}}, {run: 40}]",
+        ["outdated_state_key"],
+    ),
+    # A's key is linked to a block that a second copy has been made into.
+    (
+        "{blocks: 7, prefix_match_unit: 1, async_scheduling: true}",
+        "[{kind: full, block: 2}, {kind: mamba, block: 2, mode: align}]",
+        "[{add: {id: A, prompt: [[p, 3]], max_tokens: 3}}, {add: {id: B, prompt: [[p, 4]]}}, {run: 20}]",
+        ["outdated_state_key", "hit_outdated_state_key"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("release", "shows"), [("0.31.0", True), ("0.32.0", False)])
+@pytest.mark.parametrize(("engine", "groups", "steps", "expected"), STATE_KEYS_AGAIN)
+def test_law_3_a_later_state_of_the_same_prefix_is_told_as_such(
+    engine: str, groups: str, steps: str, expected: list[str], release: str, shows: bool
+) -> None:
+    """As vLLM keys it to 0.31, whatever else has become of the requests: preempted, or copied over again."""
+    case = scenario(engine, groups, steps, "null")
+    rules = rules_of(release)
+    findings = judge(case, Simulator(case, rules).history(), rules, None)
+    assert [finding.cause for finding in findings] == (expected if shows else [])
+
+
 # ----------------------------------------------------------------------------------------------------------------- law 4
 
 
