@@ -173,14 +173,13 @@ def _key_cause(trial: Trial, group_index: int, request_index: int, num_tokens: i
     """Why a key is linked to a block that does not hold its tokens, where that can be told."""
     content = trial.replay.contents[block]
     is_state = content is not None and content.group == group_index and trial.replay.groups[group_index].holds_states
-    is_of_prefix = (
-        content is not None and trial.replay.prefixes.common(content.stay.request_index, request_index) >= num_tokens
-    )
-    was_passed = content is not None and is_state and is_of_prefix and content.until > num_tokens
-    if not was_passed and _was_preempted_before(trial, request_index, num_tokens):
-        return "uncomputed_key"
+    was_preempted = _was_preempted_before(trial, request_index, num_tokens)
     if content is None or not is_state:
-        return None
+        return "uncomputed_key" if was_preempted else None
+    is_of_prefix = trial.replay.prefixes.common(content.stay.request_index, request_index) >= num_tokens
+    went_on = is_of_prefix and (content.until > num_tokens or content.stay not in trial.replay.preempted)
+    if was_preempted and not went_on:
+        return "uncomputed_key"
     if content.stay.replays:
         return "replayed_state_key"
     if not is_of_prefix:
@@ -192,7 +191,7 @@ def _key_cause(trial: Trial, group_index: int, request_index: int, num_tokens: i
     if _is_of_drafted_checkpoint(trial.replay.groups[group_index], content, num_tokens):
         return "drafted_checkpoint_key"
     if content.until < 0 and num_tokens < content.stay.num_computed:
-        return "drafted_state_key" if num_tokens > content.stay.num_prefill else "passed_over_key"
+        return "drafted_state_key" if num_tokens >= content.stay.num_prefill else "passed_over_key"
     if _state_went_on(content, num_tokens):
         return "outdated_state_key"
     return _cause_of_state_before(trial.replay.groups[group_index], content, num_tokens)
