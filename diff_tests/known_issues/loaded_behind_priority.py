@@ -1,7 +1,8 @@
 """A request whose load has arrived waits for ever behind one of higher priority that needs its blocks.
 
-Only the head of the waiting requests is looked at, by priority. It does not fit beside the blocks that were loaded, and the
-request that holds them is never looked at, though it needs no more than a step to end and give them back.
+Only the head of the waiting requests is looked at, by priority and arrival, in later releases among those that hold blocks.
+Here A was preempted and has loaded its first tokens again. The rest of it does not fit beside the blocks that were loaded
+for B, and B is never looked at, though it needs no more than a step to end and give them back.
 
 Run it with the vLLM in question: `python loaded_behind_priority.py`. It fails where vLLM has the issue.
 """
@@ -21,9 +22,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-BLOCK_SIZE = 8
+BLOCK_SIZE = 4
 NUM_BLOCKS = 7
-MAX_MODEL_LEN = 40
+MAX_MODEL_LEN = 24
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -48,8 +49,9 @@ def make_scheduler(folder: str) -> Scheduler:
             max_model_len=MAX_MODEL_LEN,
             is_encoder_decoder=False,
             policy="priority",
+            scheduler_reserve_full_isl=False,
         ),
-        cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
+        cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=False),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=KVTransferConfig(kv_connector="DecodeBenchConnector", kv_role="kv_both"),
     )
@@ -61,34 +63,34 @@ def make_scheduler(folder: str) -> Scheduler:
         structured_output_manager=StructuredOutputManager(config),
         block_size=BLOCK_SIZE,
     )
-    # The first 16 tokens of A come later, none of B's.
+    # The first 4 tokens of A come later, and all 5 of B.
     scheduler.connector.get_num_new_matched_tokens = lambda request, num_computed: (
-        (16, True) if request.request_id == "A" else (0, False)
+        (4, True) if request.request_id == "A" else (5, True)
     )
+    scheduler.connector.update_state_after_alloc = lambda *args: None
     return scheduler
 
 
-def request(name: str, num_tokens: int, priority: int) -> Request:
+def request(name: str, num_tokens: int, max_tokens: int) -> Request:
     first = 100 * ord(name)
     return Request(
         request_id=name,
         prompt_token_ids=list(range(first, first + num_tokens)),
-        sampling_params=SamplingParams(max_tokens=1),
+        sampling_params=SamplingParams(max_tokens=max_tokens),
         pooling_params=None,
-        priority=priority,
         block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
     )
 
 
-def step(scheduler: Scheduler, arrived: str | None = None) -> None:
-    """A step of the engine, in which the worker may report that a load has arrived."""
+def step(scheduler: Scheduler, arrived: set[str] | None = None) -> None:
+    """A step of the engine, in which the worker may report loads that have arrived."""
     output = scheduler.schedule()
     names = list(output.num_scheduled_tokens)
     answer = ModelRunnerOutput(
         req_ids=names,
         req_id_to_index={name: i for i, name in enumerate(names)},
         sampled_token_ids=[[1] for _ in names],
-        kv_connector_output=KVConnectorOutput(finished_recving={arrived} if arrived else None),
+        kv_connector_output=KVConnectorOutput(finished_recving=arrived),
     )
     scheduler.update_from_output(output, answer)
 
@@ -97,14 +99,18 @@ def main() -> None:
     init_none_hash(sha256)
     with tempfile.TemporaryDirectory() as folder:
         scheduler = make_scheduler(folder)
-    scheduler.add_request(request("A", 17, priority=1))
+    scheduler.add_request(request("A", 12, max_tokens=6))
+    scheduler.add_request(request("B", 5, max_tokens=1))
     step(scheduler)
-    scheduler.add_request(request("B", 38, priority=0))
-    step(scheduler, arrived="A")
+    step(scheduler, arrived={"A"})
+    for _ in range(7):
+        step(scheduler)  # A decodes, until there is no block for its 17th token but those that are loaded for B
+    assert not scheduler.running
+    step(scheduler, arrived={"A", "B"})
     for _ in range(20):
         step(scheduler)
     unfinished = sorted(scheduler.requests)
-    assert not unfinished, f"nothing runs, the load of A has arrived, and {unfinished} wait for ever"
+    assert not unfinished, f"nothing runs, all loads have arrived, and {unfinished} wait for ever"
 
 
 if __name__ == "__main__":
