@@ -169,7 +169,8 @@ class Stay:
     num_known: tokens known for certain (without drafts: no limit). num_in_flight: scheduled in steps whose output has not
     been processed; followed with drafts only. num_prefill: tokens that were known for certain when it began. room: tokens
     that have slots in every group. sources: by group of states, the block with the state to go on from. num_given: tokens
-    of those there at the admission that are not computed again. num_lost: leading tokens that were there, or so it seemed,
+    of those there at the admission that are not computed again. num_tried: most leading tokens that a step was to compute,
+    wrong drafts included; followed with drafts only. num_lost: leading tokens that were there, or so it seemed,
     when a load turned out to have failed; 0 if none did. replays: tokens that it found are computed again, though its
     states are those after them.
     """
@@ -187,6 +188,7 @@ class Stay:
         "num_lost",
         "num_prefill",
         "num_prompt",
+        "num_tried",
         "replays",
         "request",
         "request_index",
@@ -210,7 +212,7 @@ class Stay:
         self.replays = num_replayed > 0
         self.num_known = _ENDLESS
         self.num_prefill = _ENDLESS
-        self.num_in_flight = 0
+        self.num_in_flight = self.num_tried = 0
         self.room = 0
         self.sources: dict[int, int] = {}
 
@@ -451,6 +453,7 @@ class Replay:
                 stay.num_computed += num_tokens
                 if sent is not None:
                     stay.num_in_flight += num_tokens
+                    stay.num_tried = max(stay.num_tried, stay.num_computed)
                     sent.parts.append((stay, num_tokens, targets))
         if self._doubted:
             self._look_again(record)

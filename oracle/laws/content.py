@@ -186,7 +186,7 @@ def _key_cause(trial: Trial, group_index: int, request_index: int, num_tokens: i
         return None
     if content.until and content.until < num_tokens <= content.stay.num_lost:
         return "failed_load_key"
-    if num_tokens > content.stay.num_computed:
+    if num_tokens > max(content.stay.num_computed, content.stay.num_tried):
         return "unwritten_key"
     if _is_of_drafted_checkpoint(trial.replay.groups[group_index], content, num_tokens):
         return "drafted_checkpoint_key"

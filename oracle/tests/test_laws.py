@@ -840,6 +840,20 @@ def test_law_3_who_shares_a_failed_load_computes_its_step_again() -> None:
     assert causes(case, history) == []
 
 
+def test_law_3_a_checkpoint_of_drafts_is_told_as_such_where_they_were_wrong() -> None:
+    """As vLLM keys it in 0.30 and 0.31: the last token's, which is known by then and which no step has computed."""
+    case = scenario(
+        "{blocks: 8, async_scheduling: true, prefix_match_unit: 1, speculative: {method: eagle, tokens: 3, accept: [1]}}",
+        "[{kind: sliding_window, block: 2, window: 1}, "
+        "{kind: mamba, block: 2, mode: align, checkpoint_blocks: 1, checkpoint_alignment: 2}]",
+        "[{add: {id: A, prompt: [[p, 1]], max_tokens: 2}}, {step: 3}]",
+        "null",
+    )
+    rules = rules_of("0.31.0")
+    findings = judge(case, Simulator(case, rules).history(), rules, None)
+    assert [finding.cause for finding in findings] == ["drafted_checkpoint_key"]
+
+
 STATE_KEYS_AGAIN = [
     # B hits what A has computed of the block that A's last step holds a later state in.
     (
