@@ -177,10 +177,13 @@ def _num_copied_blocks(subject: _Subject) -> int:
 
 
 def _num_states_in_flight(subject: _Subject) -> int:
-    """Blocks of states that a step in flight reads, beside the one that it writes and the one that the next step writes."""
+    """Blocks of states that a step in flight reads, beside the one that it writes and the one that the next step writes.
+    Drafts leave nulls behind them, and to 0.29 a state before a null is not let go: then there is one more."""
     if not subject.scenario.engine.async_scheduling:
         return 0
-    return sum(isinstance(group, Mamba) and group.mode == "align" for group in subject.scenario.groups)
+    groups = [group for group in subject.scenario.groups if isinstance(group, Mamba) and group.mode == "align"]
+    keeps_one_more = not subject.rules.mamba_release_passes_nulls
+    return len(groups) + sum(keeps_one_more and group.speculative_blocks > 0 for group in groups)
 
 
 def _pool_lacks(subject: _Subject, num_blocks: int) -> bool:

@@ -249,6 +249,16 @@ def test_pools_of_what_start_up_promises(engine: str, groups: str, promised: int
             assert fits == (blocks < promised + num_more)
 
 
+@pytest.mark.parametrize(("release", "num_drafts", "num_states"), [("0.29.0", 0, 1), ("0.29.0", 2, 2), ("0.30.0", 2, 1)])
+def test_pools_without_blocks_for_states_in_flight(release: str, num_drafts: int, num_states: int) -> None:
+    group = f"{{kind: mamba, block: 2, mode: align, speculative_blocks: {num_drafts}}}"
+    condition = msgspec.structs.replace(entry("where = { states_over_promise = true }"), releases=[release])
+    for num_more in range(4):
+        engine = f"{{blocks: {3 + num_drafts + num_more}, max_model_len: 32, async_scheduling: true}}"
+        case = scenario(engine, f"[{group}]", "[{step: 1}]", "null")
+        assert explains(condition, finding(group=None), case, rules_of(release)) == (num_more < num_states)
+
+
 @pytest.mark.parametrize(
     ("release", "drafts", "groups", "promised", "num_more"),
     [
