@@ -1,9 +1,9 @@
 """A hit that ends inside a block gets a copy of it from before the block is loaded.
 
 The blocks of a synchronous load get their keys when they are allocated, as the worker loads them before it computes. A
-request that is admitted in the same step may hit a part of the last one. That part is copied, and the worker makes all
-copies before it lets the connector load (`GPUModelRunner._update_states`, then `start_load_kv`), so the copy has what the
-block held before.
+request that is admitted in the same step may hit a part of one: where it finds no state as far as the tokens go, or where
+the prompt that is loaded ends. That part is copied, and the worker makes all copies before it lets the connector load
+(`GPUModelRunner._update_states`, then `start_load_kv`), so the copy has what the block held before.
 
 Run it with the vLLM in question: `python copied_before_load.py`. It fails where vLLM has the issue.
 """
@@ -29,15 +29,6 @@ def request(name: str, tokens: list[int]) -> Request:
     )
 
 
-def compute(manager: KVCacheManager, request: Request) -> None:
-    """A step that computes one token."""
-    manager.new_step_starts()
-    assert manager.allocate_slots(request, 1) is not None
-    request.num_computed_tokens += 1
-    _, retained = manager.take_kv_cache_block_copies()
-    manager.block_pool.free_blocks(retained)  # the copies have been made
-
-
 def main() -> None:
     init_none_hash(sha256)
     full = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=32, dtype=torch.bfloat16)
@@ -48,18 +39,19 @@ def main() -> None:
         scheduler_block_size=4,
         hash_block_size=1,
     )
-    # A leaves its states in the prefix cache: those are hit by whoever hits the block of B's.
-    first = request("A", [1, 2])
-    compute(manager, first)
-    compute(manager, first)
+    # A leaves the state after two tokens in the prefix cache.
+    manager.new_step_starts()
+    first = request("A", [1, 2, 9])
+    assert manager.allocate_slots(first, 2) is not None
+    first.num_computed_tokens = 2
     manager.free(first)
 
     manager.new_step_starts()
-    second = request("B", [1, 2, 3, 4])
-    assert manager.allocate_slots(second, 1, num_external_computed_tokens=3) is not None
+    second = request("B", [1, 2, 3, 4, 5, 6, 7])
+    assert manager.allocate_slots(second, 1, num_external_computed_tokens=6) is not None
     loaded = manager.get_block_ids("B")[0]
 
-    third = request("C", [1, 2, 3, 4])
+    third = request("C", [1, 2, 3, 4, 8])
     blocks, num_hit_tokens, *_ = manager.get_computed_blocks(third)
     assert manager.allocate_slots(third, 1, num_hit_tokens, blocks) is not None
     copies, _ = manager.take_kv_cache_block_copies()
