@@ -132,13 +132,16 @@ def _check_hit(trial: Trial, entry: Entry, content: Content | None, found: int) 
 
 def _hit_cause(trial: Trial, entry: Entry, content: Content | None, num_tokens: int, found: int) -> str:
     """Why a block is hit that does not hold the first `num_tokens` tokens: the key of the block that was found was wrong
-    from the start, or it was copied before it was loaded, or a load failed that was to bring them, and who was to compute
-    them instead has not."""
+    from the start, or it was copied before it was loaded or computed, which this very step does, or a load failed that was
+    to bring them, and who was to compute them instead has not."""
     key_cause, writer = trial.wrong_keys.get((entry.group, found), (None, None))
     if key_cause and writer is _writer(content):
         return f"hit_{key_cause}"
     if found != entry.block and any(found == fresh.block and fresh.stay.num_external for fresh in trial.replay.fresh):
         return "copied_before_load"
+    source = trial.replay.contents[found]
+    if found != entry.block and holds(trial, source, entry.group, entry.position, entry.stay.request_index, num_tokens):
+        return "copied_before_computed"
     if content is None:
         return "hit_wrong_tokens"
     is_own = content.group == entry.group and content.position == entry.position

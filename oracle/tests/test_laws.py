@@ -753,6 +753,23 @@ def test_law_3_a_part_of_a_block_must_not_be_copied_before_it_is_loaded(between:
     assert causes(case, history) == expected
 
 
+@pytest.mark.parametrize(("num_steps", "expected"), [(1, ["copied_before_computed"]), (2, [])])
+def test_law_3_a_part_of_a_block_must_not_be_copied_before_it_is_computed(num_steps: int, expected: list[str]) -> None:
+    """As vLLM lets it: C goes on from a state of A's, inside the block that B computes in the same step. A step later all
+    is there."""
+    case = scenario(
+        "{blocks: 20, max_model_len: 32, prefix_match_unit: 2}",
+        "[{kind: full, block: 8}, {kind: mamba, block: 4, mode: align}]",
+        "[{add: {id: A, prompt: [[p, 12], [q, 3]], max_tokens: 1}}, {run: 10}, {add: {id: B, prompt: [[p, 25]]}}, "
+        f"{{step: {num_steps}}}, {{add: {{id: C, prompt: [[p, 17]]}}}}, {{run: 10}}]",
+        "null",
+    )
+    history = history_of(case)
+    (hit,) = (r for r in history if isinstance(r, Scheduled) and r.hits.get("C"))
+    assert (hit.hits, hit.scheduled["B"], len(hit.copies)) == ({"C": 12}, {1: 16, 2: 1}[num_steps], 1)
+    assert causes(case, history) == expected
+
+
 def test_law_3_tokens_that_failed_to_load_may_be_computed_again_twice() -> None:
     """A window with replay computes tokens 2 and 3 again at once. With a step in flight behind that one, A goes back to
     token 2 nevertheless."""
