@@ -77,9 +77,14 @@ def is_prefix_cacheable(group: AnyGroup) -> bool:
     return not isinstance(group, (Circular, Cross))
 
 
+def replay_windows(groups: Sequence[AnyGroup]) -> set[int]:
+    """Window sizes, in tokens, of the groups that are computed again instead of cached."""
+    return {group.window for group in groups if isinstance(group, SlidingWindowMLA) and group.bounded_replay}
+
+
 def replay_window(groups: Sequence[AnyGroup]) -> int:
     """How many of the last tokens of a hit are computed again for groups that are not cached; 0 without such groups."""
-    return max((g.window for g in groups if isinstance(g, SlidingWindowMLA) and g.bounded_replay), default=0)
+    return max(replay_windows(groups), default=0)
 
 
 def block_sizes(scenario: Scenario, rules: Rules) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from sim.geometry import (
     counted_block_sizes,
     is_dcp_sharded,
     is_prefix_cacheable,
+    replay_windows,
     splits_gaps,
 )
 from sim.history import Refusal
@@ -76,7 +77,7 @@ def _unknown_settings(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
 
 def _unknown_groups(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
     """Groups that other releases know."""
-    if not rules.bounded_replay_exists and _replay_windows(scenario):
+    if not rules.bounded_replay_exists and replay_windows(scenario.groups):
         yield Refusal(type="TypeError", message="no sliding windows outside the prefix cache")
     says_sharded = any(g.dcp_sharded is not None for g in scenario.groups if not isinstance(g, Mamba))
     if scenario.engine.dcp > 1 and says_sharded and not rules.dcp_sharded_flag:
@@ -123,7 +124,7 @@ def _retention(scenario: Scenario, rules: Rules) -> Iterator[Refusal]:
 
 def _replayed_windows(scenario: Scenario) -> Iterator[Refusal]:
     """Hits are computed again over one window."""
-    if len(_replay_windows(scenario)) > 1:
+    if len(replay_windows(scenario.groups)) > 1:
         yield Refusal(type="AssertionError", message="windows outside the prefix cache must be equal")
 
 
@@ -158,8 +159,3 @@ def _cacheable_sizes(scenario: Scenario, rules: Rules) -> list[int]:
 
 def _has_plain_mamba(scenario: Scenario) -> bool:
     return any(isinstance(group, Mamba) and group.mode != "align" for group in scenario.groups)
-
-
-def _replay_windows(scenario: Scenario) -> set[int]:
-    """Window sizes of the groups that are computed again instead of cached."""
-    return {group.window for group in scenario.groups if isinstance(group, SlidingWindowMLA) and group.bounded_replay}
