@@ -43,6 +43,9 @@ KindSet = tuple[str, ...]
 Condition = tuple[str | None, Callable[[Scenario], bool] | None]
 """A kind that a case must have, and what else must hold of its scenario."""
 
+Detectors = dict[Moment, list[tuple[str, Callable[..., int]]]]
+"""What to ask at each moment: a behaviour's name, and how many times it shows."""
+
 
 @dataclass
 class KindCount:
@@ -73,6 +76,7 @@ class Coverage:
         self.kinds: dict[KindSet, KindCount] = defaultdict(KindCount)
         self.refusals: Counter[str] = Counter()
         self._by_condition = _by_condition(self.behaviours)
+        self._seen: set[str] = set()  # what the case at hand has shown
 
     def add(self, scenario: Scenario, history: History) -> None:
         """Counts what one case showed. history: empty where nobody ran it, then its settings count alone."""
@@ -81,6 +85,7 @@ class Coverage:
             self.refusals[foreseen.message if foreseen is not None else "not foreseen"] += 1
             return
         detectors = self._detectors(scenario)
+        self._seen = set()
         self._count(detectors["scenario"], scenario)
         if scenario.driver == "direct":
             self.counts["fills judged"] += sum(len(r.written or ()) for r in history if isinstance(r, Scheduled))
@@ -133,20 +138,19 @@ class Coverage:
 
     # -- counting ------------------------------------------------------------------------------------------------------
 
-    def _detectors(self, scenario: Scenario) -> dict[Moment, list[Behaviour]]:
-        chosen: dict[Moment, list[Behaviour]] = defaultdict(list)
+    def _detectors(self, scenario: Scenario) -> Detectors:
+        chosen: Detectors = defaultdict(list)
         kinds = {kind_of(group) for group in scenario.groups}
         for (kind, possible), by_moment in self._by_condition.items():
             if (kind is None or kind in kinds) and (possible is None or possible(scenario)):
-                for moment, behaviours in by_moment.items():
-                    chosen[moment] += behaviours
+                for moment, detectors in by_moment.items():
+                    chosen[moment] += detectors
         return chosen
 
-    def _walk(self, walk: Walk, history: History, detectors: dict[Moment, list[Behaviour]]) -> None:
+    def _walk(self, walk: Walk, history: History, detectors: Detectors) -> None:
         groups = walk.scenario.groups
         count = self.kinds[kind_set(groups)]
         count.cases += 1
-        before = self.counts.copy() if detectors["end"] else None
         for record in walk.follow(history):
             if isinstance(record, Scheduled):
                 self._count_scheduled(walk, record, detectors, count)
@@ -158,13 +162,10 @@ class Coverage:
                 self._count(detectors["action"], walk, record)
             elif isinstance(record, Failure):
                 self._count(detectors["failure"], walk, record)
-        if before is not None:
-            walk.seen = {name for name, number in self.counts.items() if number > before[name]}
-            self._count(detectors["end"], walk)
+        walk.seen = self._seen
+        self._count(detectors["end"], walk)
 
-    def _count_scheduled(
-        self, walk: Walk, record: Scheduled, detectors: dict[Moment, list[Behaviour]], count: KindCount
-    ) -> None:
+    def _count_scheduled(self, walk: Walk, record: Scheduled, detectors: Detectors, count: KindCount) -> None:
         """Most steps are plain decode steps: what they cannot show is not asked of them."""
         self._count(detectors["schedule"], walk, record)
         for life in walk.admissions:
@@ -185,18 +186,20 @@ class Coverage:
             self._count(detectors["wait"], walk, record)
             count.refused += walk.is_refused
 
-    def _count(self, behaviours: Sequence[Behaviour], *what: object) -> None:
-        for behaviour in behaviours:
-            number = behaviour.detect(*what)
+    def _count(self, detectors: Sequence[tuple[str, Callable[..., int]]], *what: object) -> None:
+        for name, detect in detectors:
+            number = detect(*what)
             if number:
-                self.counts[behaviour.name] += number
+                self.counts[name] += number
+                self._seen.add(name)
 
 
-def _by_condition(behaviours: Sequence[Behaviour]) -> dict[Condition, dict[Moment, list[Behaviour]]]:
-    """Behaviours by the condition on scenarios that they share, then by moment: each condition is asked once a case."""
-    grouped: dict[Condition, dict[Moment, list[Behaviour]]] = {}
+def _by_condition(behaviours: Sequence[Behaviour]) -> dict[Condition, Detectors]:
+    """Detectors by the condition on scenarios that their behaviours share: each condition is asked once a case."""
+    grouped: dict[Condition, Detectors] = {}
     for behaviour in behaviours:
-        grouped.setdefault((behaviour.kind, behaviour.possible), {}).setdefault(behaviour.moment, []).append(behaviour)
+        by_moment = grouped.setdefault((behaviour.kind, behaviour.possible), {})
+        by_moment.setdefault(behaviour.moment, []).append((behaviour.name, behaviour.detect))
     return grouped
 
 

@@ -228,11 +228,13 @@ class Scheduler:
         return self.paused == "none" or (self.paused == "new" and self.rules.holders_run_while_new_are_paused)
 
     def _long_prefill_threshold(self) -> int:
+        threshold = self.engine.long_prefill_token_threshold
+        if threshold == 0:
+            return 0
         num_requests = len(self.running) + len(self.waiting) + len(self.aside)
         if num_requests <= 1 and self.rules.lone_request_ignores_long_prefill_threshold:
             return 0
-        threshold = self.engine.long_prefill_token_threshold
-        if threshold and self.engine.long_prefill_adaptive and num_requests:
+        if self.engine.long_prefill_adaptive and num_requests:
             return max(threshold, self.engine.max_num_batched_tokens // num_requests)  # rounded down
         return threshold
 
