@@ -20,7 +20,7 @@ from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
-from diff_tests.campaign import Crew, Shares, num_cores
+from diff_tests.campaign import CASES_PER_SHARE, Crew, Shares, num_cores
 from diff_tests.growth_bench import SERIES, Growth, exponent, measure_growth
 from diff_tests.power_bench import BUGGY_RELEASE, NUM_SEEDS, measure_bug_sights, measure_guidance
 from diff_tests.shard import Cases
@@ -33,7 +33,7 @@ from sim.scheduler import Scheduler
 
 CASES_PER_BATCH = 150
 NUM_BATCHES = 7
-CASES_PER_RACE = 960
+CASES_PER_RACE = 30 * CASES_PER_SHARE
 NUM_ROUNDS = 5
 
 

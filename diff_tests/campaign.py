@@ -31,7 +31,7 @@ from diff_tests.guidance import Guidance
 from diff_tests.progress import State, load_state, replace_file, save_state
 from diff_tests.reduce import reduce
 from diff_tests.run import Outcome, run_on
-from diff_tests.shard import CaseReport, Cases, Sample, Shard, compare_repeat, report_of
+from diff_tests.shard import CASES_AT_ONCE, CaseReport, Cases, Sample, Shard, compare_repeat, report_of
 from diff_tests.vllm_target import wire
 from diff_tests.vllm_target.target import Alone, CasesMessage, Target, TargetInfo
 from oracle import contracts
@@ -42,7 +42,7 @@ from sim.scenario import Scenario, dump, parse, plain
 if TYPE_CHECKING:
     from diff_tests.cluster import RayCrew
 
-CASES_PER_SHARE = 32
+CASES_PER_SHARE = CASES_AT_ONCE
 """Cases that a job takes at a time."""
 SAMPLE_FOR_OTHER_PROCESS = 20
 CASES_FOR_OTHER_PROCESS = 1000

@@ -101,7 +101,7 @@ def print_summary(console: Console, summary: Summary, with_coverage: bool = Fals
     else:
         _say(console, f"scope: {summary.num_cases:,} of {size:,} cases ({100 * summary.num_cases / size:.1f} %)")
     if summary.lost:
-        _say(console, f"{summary.lost} cases were lost to a child that died once; run again, they passed")
+        _say(console, f"lost to a child that died once, and passed when run again: {count(summary.lost, 'case')}")
     for reason, number in summary.unsaved.items():
         _say(
             console,

@@ -32,7 +32,7 @@ REPEAT_EVERY = 50
 """Each so many cases one runs twice, for law 10."""
 _MOST_ATTEMPTS = 1000
 """Generated cases that one case with a certain connector is chosen from, about two of them in fact."""
-_CASES_AT_ONCE = 32
+CASES_AT_ONCE = 32
 """Cases that are made, then run, then judged: code that has just run is still in the processor's caches."""
 MOST_GROWTH_BYTES = 256 << 20
 """A case that leaves its process so much larger has leaked memory."""
@@ -121,13 +121,13 @@ class Shard:
 
     def run_cases(self, start: int, stop: int, send: Callable[[CaseReport | Sample], None]) -> None:
         """Runs the cases [start, stop), one in REPEAT_EVERY twice, and sends what is worth more than a count."""
-        for first in range(start, stop, _CASES_AT_ONCE):
-            indices = range(first, min(first + _CASES_AT_ONCE, stop))
+        for first in range(start, stop, CASES_AT_ONCE):
+            indices = range(first, min(first + CASES_AT_ONCE, stop))
             scenarios = [self.cases.case(index, self.rules) for index in self._each(indices)]
             self._resident_bytes = resident_bytes()
-            ran = [self._run_and_weigh(scenarios[index - first]) for index in self._each(indices)]
-            for index in self._each(indices):
-                self._judge_and_send(index, scenarios[index - first], *ran[index - first], send)
+            ran = [self._run_and_weigh(scenario) for _, scenario in zip(self._each(indices), scenarios, strict=True)]
+            for index, scenario, (history, grown) in zip(self._each(indices), scenarios, ran, strict=True):
+                self._judge_and_send(index, scenario, history, grown, send)
 
     def _each(self, indices: range) -> Iterator[int]:
         for index in indices:

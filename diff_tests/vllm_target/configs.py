@@ -459,7 +459,7 @@ def _speculative_config(alike: _Alike, model_config: ModelConfig) -> Speculative
         return None
     config = SpeculativeConfig(
         method="ngram",
-        num_speculative_tokens=1,  # as many as the scenario has them: nothing follows from the number
+        num_speculative_tokens=1,  # what follows from the number is set where the scenario is known
         prompt_lookup_max=2,
         prompt_lookup_min=1,
         target_model_config=model_config,

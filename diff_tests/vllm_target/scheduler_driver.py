@@ -335,11 +335,11 @@ class SchedulerDriver:
         """How many tokens each request gets from this step: one and its accepted drafts once its tokens are all computed,
         none before. The drafts of a padded admission stand for none: the worker rejects them."""
         drafts = output.scheduled_spec_decode_tokens
-        padded = admissions_of(output) if drafts else ()
+        admitted = admissions_of(output) if drafts else ()
         samples = {}
         for request_id in output.num_scheduled_tokens:
             request = self._requests[request_id]
-            num_drafts = 0 if request_id in padded else len(drafts.get(request_id, ()))
+            num_drafts = 0 if request_id in admitted else len(drafts.get(request_id, ()))
             samples[request_id] = 0 if request.is_prefill_chunk else 1 + self._num_accepted(request, num_drafts)
         return samples
 

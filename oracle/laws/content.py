@@ -174,14 +174,14 @@ def _writer(content: Content | None) -> Stay | None:
 
 def _key_cause(trial: Trial, group_index: int, request_index: int, num_tokens: int, block: int) -> str | None:
     """Why a key is linked to a block that does not hold its tokens, where that can be told."""
-    content = trial.replay.contents[block]
-    is_state = content is not None and content.group == group_index and trial.replay.groups[group_index].holds_states
+    content, group = trial.replay.contents[block], trial.replay.groups[group_index]
+    is_state = content is not None and content.group == group_index and group.holds_states
     was_preempted = _was_preempted_before(trial, request_index, num_tokens)
     if content is None or not is_state:
         return "uncomputed_key" if was_preempted else None
     is_of_prefix = trial.replay.prefixes.common(content.stay.request_index, request_index) >= num_tokens
-    went_on = is_of_prefix and (content.until > num_tokens or content.stay not in trial.replay.preempted)
-    if was_preempted and not went_on:
+    is_of_another = is_of_prefix and (content.until > num_tokens or content.stay not in trial.replay.preempted)
+    if was_preempted and not is_of_another:
         return "uncomputed_key"
     if content.stay.replays:
         return "replayed_state_key"
@@ -191,13 +191,14 @@ def _key_cause(trial: Trial, group_index: int, request_index: int, num_tokens: i
         return "failed_load_key"
     if num_tokens > max(content.stay.num_computed, content.stay.num_tried):
         return "unwritten_key"
-    if _is_of_drafted_checkpoint(trial.replay.groups[group_index], content, num_tokens):
+    if _is_of_drafted_checkpoint(group, content, num_tokens):
         return "drafted_checkpoint_key"
     if content.until < 0 and num_tokens < content.stay.num_computed:
+        # The prompt's end, too: the drafts of a padded admission pass it.
         return "drafted_state_key" if num_tokens >= content.stay.num_prefill else "passed_over_key"
     if _state_went_on(content, num_tokens):
         return "outdated_state_key"
-    return _cause_of_state_before(trial.replay.groups[group_index], content, num_tokens)
+    return _cause_of_state_before(group, content, num_tokens)
 
 
 def _was_preempted_before(trial: Trial, request_index: int, num_tokens: int) -> bool:
@@ -226,14 +227,15 @@ def _state_went_on(content: Content, num_tokens: int) -> bool:
 
 def _cause_of_state_before(group: GroupView, content: Content, num_tokens: int) -> str | None:
     """Why a block holds an earlier state of the request than its key says: a step that began inside the block went on
-    behind its end, or one whose drafts were right; neither left the state at the end of it. Or no step wrote there."""
+    behind its end, or one whose drafts were right; neither left the state at the end of it. Or the block was let go where
+    its state was, and taken anew for the states of drafts."""
     stay, position = content.stay, group.last_position(num_tokens)
     if not content.until < num_tokens < stay.num_computed:
         return None
     if num_tokens > stay.num_prefill:
         return "drafted_state_key" if content.position == position else None
     if content.position != position:
-        return "passed_over_key"  # let go where its state was, and taken anew for the states of drafts
+        return "passed_over_key"
     begins_inside = content.until % group.block_size > 0 and group.last_position(content.until) == position
     return "skipped_state_key" if group.has_checkpoints and begins_inside else None
 
