@@ -602,23 +602,24 @@ class Scheduler:
     def _take_failures(self, plan: Plan) -> Collection[Request]:
         """Loads failed, and who needs what they should have brought computes it again, or fails. Returns the requests whose
         output in this step is void, or all that fail. Raises FailedGroupsError."""
+        invalid = self.blocks_lost_with(plan)
         lost, self._lost = self._lost, {}
         running: list[Request] = []
         if len(self.kv.groups) > 1:
-            loading = self._fail_requests(lost)
+            loading = self._fail_requests(lost, invalid)
         else:
-            loading, running = self._fail_blocks(plan.lost.union(*lost.values()), plan)
+            loading, running = self._fail_blocks(invalid, plan)
         if not self.recomputes_failed_loads:
             return [*loading, *running]
         self.failed_loads.update(request.id for request in loading)
         return running
 
-    def _fail_requests(self, lost: Iterable[Request]) -> list[Request]:
+    def _fail_requests(self, lost: Iterable[Request], invalid: set[int]) -> list[Request]:
         """Of a load in several groups nothing counts."""
         if not self.rules.loads_fail_by_request:
-            if self.running or any(request.status == Status.LOADING for request in self.aside):
+            if invalid and (self.running or any(request.status == Status.LOADING for request in self.aside)):
                 raise FailedGroupsError("blocks of several groups were reported as invalid")
-            return []  # whose load it was is gone, and nobody else may hold the blocks
+            return []  # it had no blocks, or whose load it was is gone, and nobody else may hold the blocks
         loading = [request for request in lost if request.status == Status.LOADING]
         if self.recomputes_failed_loads:
             for request in loading:

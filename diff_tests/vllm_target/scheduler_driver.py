@@ -374,7 +374,7 @@ class SchedulerDriver:
         answer.kv_connector_output = self._loads.report(record)
         if isinstance(self._worker, JobWorker):
             answer.kv_connector_output = self._worker.report(record)
-        others = self._others(requests) if record.lost else []
+        others = self._others(requests) if record.arrived or record.lost else []  # a load may fail that has no blocks
         with self._out.failing("update"):
             self._scheduler.update_from_output(output, answer)
             self._hand_over_drafts(samples)
