@@ -178,13 +178,11 @@ def _num_copied_blocks(subject: _Subject) -> int:
 
 def _num_states_in_flight(subject: _Subject) -> int:
     """Blocks of states that may be held beside the one that a step in flight writes and the one that the next step writes:
-    the one that it reads, and to 0.29 one more where drafts leave nulls behind them, as a state before a null is not let
-    go."""
+    the one that it reads, and to 0.29 one more, as a state before a null is not let go."""
     if not subject.scenario.engine.async_scheduling:
         return 0
-    groups = [group for group in subject.scenario.groups if isinstance(group, Mamba) and group.mode == "align"]
-    keeps_one_more = not subject.rules.mamba_release_passes_nulls
-    return len(groups) + sum(keeps_one_more and group.speculative_blocks > 0 for group in groups)
+    num_groups = sum(isinstance(group, Mamba) and group.mode == "align" for group in subject.scenario.groups)
+    return num_groups if subject.rules.mamba_release_passes_nulls else 2 * num_groups
 
 
 def _pool_lacks(subject: _Subject, num_blocks: int) -> bool:

@@ -249,7 +249,7 @@ def test_pools_of_what_start_up_promises(engine: str, groups: str, promised: int
             assert fits == (blocks < promised + num_more)
 
 
-@pytest.mark.parametrize(("release", "num_drafts", "num_states"), [("0.29.0", 0, 1), ("0.29.0", 2, 2), ("0.30.0", 2, 1)])
+@pytest.mark.parametrize(("release", "num_drafts", "num_states"), [("0.29.0", 0, 2), ("0.29.0", 2, 2), ("0.30.0", 2, 1)])
 def test_pools_without_blocks_for_states_in_flight(release: str, num_drafts: int, num_states: int) -> None:
     group = f"{{kind: mamba, block: 2, mode: align, speculative_blocks: {num_drafts}}}"
     condition = msgspec.structs.replace(entry("where = { states_over_promise = true }"), releases=[release])
