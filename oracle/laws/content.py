@@ -137,11 +137,12 @@ def _hit_cause(trial: Trial, entry: Entry, content: Content | None, num_tokens: 
     key_cause, writer = trial.wrong_keys.get((entry.group, found), (None, None))
     if key_cause and writer is _writer(content):
         return f"hit_{key_cause}"
-    if found != entry.block and any(found == fresh.block and fresh.stay.num_external for fresh in trial.replay.fresh):
-        return "copied_before_load"
-    source = trial.replay.contents[found]
-    if found != entry.block and holds(trial, source, entry.group, entry.position, entry.stay.request_index, num_tokens):
-        return "copied_before_computed"
+    if found != entry.block:
+        if any(found == fresh.block and fresh.stay.num_external for fresh in trial.replay.fresh):
+            return "copied_before_load"
+        source = trial.replay.contents[found]
+        if holds(trial, source, entry.group, entry.position, entry.stay.request_index, num_tokens):
+            return "copied_before_computed"
     if content is None:
         return "hit_wrong_tokens"
     is_own = content.group == entry.group and content.position == entry.position
