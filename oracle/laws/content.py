@@ -38,14 +38,15 @@ def check_writers(trial: Trial, record: Scheduled) -> None:
 def _check_state_writer(trial: Trial, entry: Entry) -> None:
     """The block that gets the state after a step is there, and nobody else's."""
     stay = entry.stay
+    was_lost = entry.position * trial.replay.groups[entry.group].block_size < stay.num_lost
     if entry.block == NULL:
         message = f"position {entry.position} is to get the state after the step's last token, but is null"
-        _report_entry(trial, "allocation", 2, "replayed_state" if stay.replays else "no_slot", entry, message)
+        cause = "failed_load_no_slot" if was_lost else "no_slot"
+        _report_entry(trial, "allocation", 2, "replayed_state" if stay.replays else cause, entry, message)
     elif trial.replay.num_holders[entry.block] > 1:
         others = sorted({request for request, _, _ in trial.replay.holders(entry.block)} - {stay.request})
         whom = " and ".join(others) or "twice by itself"
         message = f"position {entry.position}: block {entry.block} gets the next state, but is also held by {whom}"
-        was_lost = entry.position * trial.replay.groups[entry.group].block_size < stay.num_lost
         cause = "failed_load_shared" if was_lost else "two_writers"
         _report_entry(trial, "allocation", 2, "replayed_state" if stay.replays else cause, entry, message)
 

@@ -738,6 +738,19 @@ def test_law_3_the_key_of_a_state_whose_load_failed_must_not_run_ahead() -> None
     assert causes(case, history_of(case)) == ["failed_load_shared", "hit_failed_load", "failed_load_key"]
 
 
+@pytest.mark.parametrize(("budget", "expected"), [(16, ["failed_load_no_slot"]), (24, [])])
+def test_law_2_a_state_computed_again_after_a_failed_load_needs_a_block(budget: int, expected: list[str]) -> None:
+    """As vLLM gives it none: where the step before went further, there is null. A step as long as that has its own."""
+    case = scenario(
+        f"{{blocks: 8, max_num_batched_tokens: {budget}}}",
+        "[{kind: mamba, block: 4, mode: align}]",
+        "[{add: {id: A, prompt: [[p, 25]], max_tokens: 1, external: 4}}, {schedule: 1}, {load_failed: {id: A}}, "
+        "{update: 1}, {run: 40}]",
+        "{name: scripted, load_failure: recompute}",
+    )
+    assert causes(case, history_of(case)) == expected
+
+
 @pytest.mark.parametrize(("between", "expected"), [("", ["copied_before_load"]), ("{step: 1}, ", [])])
 def test_law_3_a_part_of_a_block_must_not_be_copied_before_it_is_loaded(between: str, expected: list[str]) -> None:
     """As vLLM lets it: C hits the block that is loaded for B in the same step. A step later all is there."""
