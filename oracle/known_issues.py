@@ -199,6 +199,24 @@ def _states_over_promise(subject: _Subject, wanted: Value) -> bool:
     return (num_states > 0 and _pool_lacks(subject, num_states + _num_copied_blocks(subject))) == wanted
 
 
+def _num_counted_nulls(subject: _Subject) -> int:
+    """Entries of a step with a checkpoint that are counted as blocks and become null: those between its two states to 0.30,
+    in 0.31 at most as many as there are blocks for drafts."""
+    engine, rules = subject.scenario.engine, subject.rules
+    aligned = [group for group in subject.scenario.groups if isinstance(group, Mamba) and group.mode == "align"]
+    groups = [group for group in aligned if group.checkpoint_blocks]
+    if rules.checkpoint_estimate_is_exact:
+        most = min(engine.max_num_batched_tokens, engine.max_model_len)
+        return sum(ceil_div(most, effective_block_size(group, engine.dcp, rules)) for group in groups)
+    return sum(group.speculative_blocks for group in groups) if rules.checkpoint_cap_includes_speculative else 0
+
+
+def _nulls_over_promise(subject: _Subject, wanted: Value) -> bool:
+    num_nulls = _num_counted_nulls(subject)
+    num_others = _num_states_in_flight(subject) + _num_copied_blocks(subject)
+    return (num_nulls > 0 and _pool_lacks(subject, num_nulls + num_others)) == wanted
+
+
 def _keeps_passed_states(subject: _Subject, wanted: Value) -> bool:
     engine = subject.scenario.engine
     return (engine.async_scheduling or engine.speculative is not None) == wanted
@@ -304,6 +322,7 @@ _WHERE: dict[str, Callable[[_Subject, Value], bool]] = {
     "load_failure": _load_failure,  # what becomes of a request whose load failed
     "copies_over_promise": _copies_over_promise,  # hits end inside blocks, and the pool may lack those that are copied
     "states_over_promise": _states_over_promise,  # the pool may lack blocks for states that a step in flight keeps
+    "nulls_over_promise": _nulls_over_promise,  # the pool may lack blocks for entries that become null beside a checkpoint
     "keeps_passed_states": _keeps_passed_states,  # a step in flight, or wrong drafts, keep a state that was passed
     "blocks_differ": _blocks_differ,  # the groups' blocks hold different numbers of tokens
     "hits_inside_blocks": _hits_inside_blocks,  # hits may end inside blocks

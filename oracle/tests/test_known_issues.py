@@ -260,6 +260,19 @@ def test_pools_without_blocks_for_states_in_flight(release: str, num_drafts: int
 
 
 @pytest.mark.parametrize(
+    ("release", "num_checkpoints", "num_nulls"), [("0.30.0", 1, 8), ("0.31.0", 1, 3), ("0.32.0", 1, 0), ("0.30.0", 0, 0)]
+)
+def test_pools_without_blocks_for_nulls_beside_a_checkpoint(release: str, num_checkpoints: int, num_nulls: int) -> None:
+    group = f"mode: align, speculative_blocks: 3, checkpoint_blocks: {num_checkpoints}, checkpoint_alignment: 2"
+    issue = msgspec.structs.replace(entry("where = { nulls_over_promise = true }"), releases=[release])
+    for num_more in range(10):
+        blocks = 6 + num_checkpoints + num_more  # one is null; two states, three for drafts
+        engine = f"{{blocks: {blocks}, max_model_len: 32, max_num_batched_tokens: 16, speculative: {{tokens: 3}}}}"
+        case = scenario(engine, f"[{{kind: mamba, block: 2, {group}}}]", "[{step: 1}]", "null")
+        assert explains(issue, finding(group=None), case, rules_of(release)) == (num_more < num_nulls)
+
+
+@pytest.mark.parametrize(
     ("release", "drafts", "groups", "promised", "num_more"),
     [
         ("0.32.0", "null", "{kind: full, block: 4}", 9, 0),
