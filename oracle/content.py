@@ -15,7 +15,7 @@ fills counts as those blocks' external tokens; whether it filled the right block
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from oracle.findings import token_range
@@ -247,8 +247,8 @@ class Content(NamedTuple):
     """A block's content: the tokens of one table entry of a stay. `until` limits a copy to what it had when copied.
 
     In a group of states: the state after `until` tokens, 0 while the output that tells is awaited, negative where no step
-    ever wrote one; with `since`, the one after some number of tokens in between that only its key tells, see
-    GroupView.has_checkpoints.
+    ever wrote one; with `since`, a checkpoint: the one after some number of tokens in between that only its key tells, see
+    GroupView.has_checkpoints, and once that did the one after `until` tokens again.
     """
 
     stay: Stay
@@ -256,6 +256,15 @@ class Content(NamedTuple):
     position: int
     until: int = _ENDLESS
     since: int | None = None
+
+    @property
+    def is_untold(self) -> bool:
+        """Whether it is a checkpoint whose key is awaited."""
+        return self.since is not None and self.since != self.until
+
+    def told(self, num_tokens: int) -> Content:
+        """The checkpoint after `num_tokens` tokens."""
+        return self._replace(until=num_tokens, since=num_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -463,9 +472,11 @@ class Replay:
     def _lose(self, lost: set[int], step: int) -> None:
         """Loads wrote nothing into these blocks. Who was to find it there has to compute it, from the first such block on,
         unless it has done so anyway. What a step in flight behind this one computes counts as loaded, also where it is
-        computed again. Who shares the blocks computes this step again, and looks at them when it is scheduled next."""
+        computed again. Who shares the blocks computes this step again, and looks at them when it is scheduled next; the
+        first such takes the place of a request that is gone."""
         void = next((last.scheduled for last in self._last_steps if last.step == step), {})
         ahead = self._last_steps[-1].scheduled if self._last_steps and self._last_steps[-1].step > step else {}
+        gone = self._fall_back_gone(lost)
         for request, tables in self.tables.items():
             stay = self.stays[request]
             shares = False
@@ -475,7 +486,9 @@ class Replay:
                         continue
                     content = self.contents[block]
                     start = position * group.block_size
-                    if content is not None and content.stay is stay:
+                    if content is not None and content.stay in gone:
+                        self._inherit(stay, tables, content.stay)
+                    if content is not None and content.stay in (stay, *gone):
                         if start < stay.num_given + ahead.get(request, 0):
                             stay.fall_back(start)
                             self._fallen[request] = stay
@@ -485,6 +498,24 @@ class Replay:
                         shares = True
             if shares and self._fallen.get(request) is not stay:
                 self._go_back(stay, tables, void.get(request, 0))
+
+    def _fall_back_gone(self, lost: Iterable[int]) -> list[Stay]:
+        """Stays that are over, and whose loads wrote nothing into these blocks."""
+        gone = []
+        for block in lost:
+            content = self.contents[block]
+            if content is not None and self.stays.get(content.stay.request) is not content.stay:
+                content.stay.fall_back(content.position * self.groups[content.group].block_size)
+                gone.append(content.stay)
+        return gone
+
+    def _inherit(self, stay: Stay, tables: Sequence[Table], gone: Stay) -> None:
+        """What a stay shares with one that is over counts as its own."""
+        for table in tables:
+            for block in table:
+                content = self.contents[block]
+                if content is not None and content.stay is gone:
+                    self.contents[block] = content._replace(stay=stay)
 
     def _go_back(self, stay: Stay, tables: Sequence[Table], num_tokens: int) -> None:
         """The last `num_tokens` tokens of a stay count as not computed."""

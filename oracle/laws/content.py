@@ -155,7 +155,8 @@ def _hit_cause(trial: Trial, entry: Entry, content: Content | None, num_tokens: 
 def _check_key(trial: Trial, group_index: int, request_index: int, num_tokens: int, block: int) -> None:
     replay = trial.replay
     position = (num_tokens - 1) // replay.groups[group_index].block_size  # floors: the block of the last token
-    if not holds(trial, replay.contents[block], group_index, position, request_index, num_tokens):
+    content = replay.contents[block]
+    if not holds(trial, content, group_index, position, request_index, num_tokens):
         name = replay.prefixes.name(request_index) if request_index >= 0 else "no request"
         message = (
             f"the key of the first {num_tokens} tokens of request {name} is linked to block {block}, which "
@@ -163,10 +164,12 @@ def _check_key(trial: Trial, group_index: int, request_index: int, num_tokens: i
         )
         cause = _key_cause(trial, group_index, request_index, num_tokens, block)
         if cause is not None:
-            trial.wrong_keys[group_index, block] = cause, _writer(replay.contents[block])
+            trial.wrong_keys[group_index, block] = cause, _writer(content)
         trial.report(
             "content", 3, cause or "key_wrong_tokens", message, group=group_index, positions=[position], observed=block
         )
+    elif content is not None and content.is_untold:
+        replay.contents[block] = content.told(num_tokens)
 
 
 def _writer(content: Content | None) -> Stay | None:
@@ -198,6 +201,8 @@ def _key_cause(trial: Trial, group_index: int, request_index: int, num_tokens: i
     if content.until < 0 and num_tokens < content.stay.num_computed:
         # The prompt's end, too: the drafts of a padded admission pass it.
         return "drafted_state_key" if num_tokens >= content.stay.num_prefill else "passed_over_key"
+    if content.since is not None and not content.is_untold and content.position == group.last_position(num_tokens):
+        return "checkpoint_key_again"
     if _state_went_on(content, num_tokens):
         return "outdated_state_key"
     return _cause_of_state_before(group, content, num_tokens)
@@ -249,7 +254,7 @@ def holds(trial: Trial, content: Content | None, group: int, position: int, requ
         return False
     view = trial.replay.groups[group]
     if view.holds_states:
-        is_there = content.until == num_tokens if content.since is None else _may_be_state(view, content, num_tokens)
+        is_there = _may_be_state(view, content, num_tokens) if content.is_untold else content.until == num_tokens
     else:
         is_there = content.position == position and content.num_tokens >= num_tokens
     return is_there and trial.replay.prefixes.common(content.stay.request_index, request_index) >= num_tokens

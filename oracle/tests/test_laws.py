@@ -710,6 +710,44 @@ def test_law_3_keys_of_a_failed_load_must_not_outlive_its_request() -> None:
     assert causes(case, history) == ["hit_failed_load"]
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        # B is there when the failure is reported, and computes A's tokens in A's place, which C then hits.
+        (
+            "{add: {id: B, prompt: [[p, 9]], max_tokens: 1}}",
+            "{run: 9}, {add: {id: C, prompt: [[p, 9]], max_tokens: 1}}, ",
+            [],
+        ),
+        # B comes later and hits keys that vLLM has kept.
+        ("", "{add: {id: B, prompt: [[p, 9]], max_tokens: 1}}, ", ["hit_failed_load"]),
+    ],
+)
+def test_law_3_a_load_fails_when_its_request_is_gone(first: str, second: str, expected: list[str]) -> None:
+    others = f"{first}, {{schedule: 1}}, " if first else ""
+    case = scenario(
+        "{blocks: 12, max_num_seqs: 4, async_scheduling: true}",
+        "[{kind: full, block: 4}]",
+        "[{add: {id: A, prompt: [[p, 9]], max_tokens: 1, external: 8}}, {schedule: 1}, {load_failed: {id: A}}, {abort: A}, "
+        f"{others}{{update: 1}}, {second}{{run: 20}}]",
+        "{name: scripted, load_failure: recompute}",
+    )
+    assert causes(case, history_of(case)) == expected
+
+
+@pytest.mark.parametrize(("larger", "expected"), [(4, ["checkpoint_key_again"]), (1, [])])
+def test_law_3_a_checkpoint_is_the_one_that_its_first_key_tells(larger: int, expected: list[str]) -> None:
+    """As vLLM keys it: after the first 4 of 11 tokens, and later after 10. Without larger blocks that is where it is."""
+    case = scenario(
+        "{blocks: 24, async_scheduling: true, retention_interval: null, speculative: {method: eagle, tokens: 1}}",
+        "[{kind: mamba, block: 1, mode: align, checkpoint_blocks: 1, checkpoint_alignment: 2}, "
+        f"{{kind: full, block: {larger}, draft: true}}]",
+        "[{add: {id: A, prompt: [[p, 11]], max_tokens: 2}}, {run: 20}]",
+        "null",
+    )
+    assert causes(case, history_of(case)) == expected
+
+
 @pytest.mark.parametrize(("threshold", "expected"), [(0, []), (4, ["hit_failed_load"])])
 def test_law_3_keys_of_a_failed_load_must_not_run_ahead_of_its_request(threshold: int, expected: list[str]) -> None:
     """As vLLM lets them: A computes its 16 tokens again at once, or 4 in the step in which B hits them all."""
