@@ -17,17 +17,17 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 NUM_BLOCKS = 10
-LARGER_BLOCK_SIZE = 4
+BLOCK_SIZE, LARGER_BLOCK_SIZE = 2, 4
 PROMPT = list(range(11))
 
 
 def make_manager() -> KVCacheManager:
     # Where a checkpoint may lie is a field of the spec since 0.30; before, checkpoints had no positions.
     alignment = (
-        {"prefill_checkpoint_alignment": 2} if "prefill_checkpoint_alignment" in MambaSpec.__dataclass_fields__ else {}
+        {"prefill_checkpoint_alignment": 1} if "prefill_checkpoint_alignment" in MambaSpec.__dataclass_fields__ else {}
     )
     mamba = MambaSpec(
-        block_size=1,
+        block_size=BLOCK_SIZE,
         shapes=((1, 32),),
         dtypes=(torch.bfloat16,),
         mamba_cache_mode="align",
@@ -40,7 +40,7 @@ def make_manager() -> KVCacheManager:
         KVCacheConfig(NUM_BLOCKS, [], groups),
         max_model_len=64,
         scheduler_block_size=LARGER_BLOCK_SIZE,
-        hash_block_size=1,
+        hash_block_size=BLOCK_SIZE,
         use_eagle=True,
     )
 
@@ -53,11 +53,11 @@ def main() -> None:
         prompt_token_ids=PROMPT,
         sampling_params=SamplingParams(max_tokens=2),
         pooling_params=None,
-        block_hasher=get_request_block_hasher(1, sha256),
+        block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
     )
     manager.new_step_starts()
     assert manager.allocate_slots(request, len(PROMPT)) is not None
-    block = manager.get_blocks("A").blocks[0][9]  # beside the one for the step's last state
+    block = manager.get_blocks("A").blocks[0][4]  # beside the one for the step's last state
     if block.is_null or block.block_hash is None:
         return  # no checkpoint
     checkpoint = block.block_hash_num_tokens
