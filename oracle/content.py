@@ -492,7 +492,7 @@ class Replay:
                         if start < stay.num_given + ahead.get(request, 0):
                             stay.fall_back(start)
                             self._fallen[request] = stay
-                            self._void_states(stay, tables, start)
+                            self._void_states(stay, start)
                     else:
                         self._doubted.setdefault(request, []).append(Entry(stay, group.index, position, block))
                         shares = True
@@ -505,7 +505,9 @@ class Replay:
         for block in lost:
             content = self.contents[block]
             if content is not None and self.stays.get(content.stay.request) is not content.stay:
-                content.stay.fall_back(content.position * self.groups[content.group].block_size)
+                start = content.position * self.groups[content.group].block_size
+                content.stay.fall_back(start)
+                self._void_states(content.stay, start)
                 gone.append(content.stay)
         return gone
 
@@ -520,7 +522,7 @@ class Replay:
     def _go_back(self, stay: Stay, tables: Sequence[Table], num_tokens: int) -> None:
         """The last `num_tokens` tokens of a stay count as not computed."""
         stay.num_computed -= num_tokens
-        self._void_states(stay, tables, stay.num_computed)
+        self._void_states(stay, stay.num_computed)
         for group in self._state_groups:
             table, position = tables[group.index], group.last_position(stay.num_computed)
             stay.sources[group.index] = table[position] if position < len(table) else NULL
@@ -688,13 +690,12 @@ class Replay:
                 if entry.stay is self.stays.get(request):
                     self.hits.append((entry, self.contents[entry.block]))
 
-    def _void_states(self, stay: Stay, tables: Sequence[Table], num_tokens: int) -> None:
+    def _void_states(self, stay: Stay, num_tokens: int) -> None:
         """States after more than the first `num_tokens` tokens were computed from what was not there."""
-        for group in self._state_groups:
-            for block in tables[group.index]:
-                content = self.contents[block]
-                if content is not None and content.stay is stay and content.until > num_tokens:
-                    self.contents[block] = content._replace(until=_NO_STATE, since=None)
+        groups = {group.index for group in self._state_groups}
+        for block, content in enumerate(self.contents):
+            if content is not None and content.stay is stay and content.until > num_tokens and content.group in groups:
+                self.contents[block] = content._replace(until=_NO_STATE, since=None)
 
     def _find_missing(self, stay: Stay) -> None:
         """What a stay goes on from after its load failed: tokens that the next one attends to, or the state before it."""

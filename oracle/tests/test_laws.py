@@ -711,24 +711,31 @@ def test_law_3_keys_of_a_failed_load_must_not_outlive_its_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "expected"),
+    ("group", "first", "second", "expected"),
     [
         # B is there when the failure is reported, and computes A's tokens in A's place, which C then hits.
         (
+            "{kind: full, block: 4}",
             "{add: {id: B, prompt: [[p, 9]], max_tokens: 1}}",
             "{run: 9}, {add: {id: C, prompt: [[p, 9]], max_tokens: 1}}, ",
             [],
         ),
         # B comes later and hits keys that vLLM has kept.
-        ("", "{add: {id: B, prompt: [[p, 9]], max_tokens: 1}}, ", ["hit_failed_load"]),
+        ("{kind: full, block: 4}", "", "{add: {id: B, prompt: [[p, 9]], max_tokens: 1}}, ", ["hit_failed_load"]),
+        (
+            "{kind: mamba, block: 4, mode: align}",
+            "",
+            "{add: {id: B, prompt: [[p, 9]], max_tokens: 1}}, ",
+            ["hit_failed_load"],
+        ),
     ],
 )
-def test_law_3_a_load_fails_when_its_request_is_gone(first: str, second: str, expected: list[str]) -> None:
+def test_law_3_a_load_fails_when_its_request_is_gone(group: str, first: str, second: str, expected: list[str]) -> None:
     others = f"{first}, {{schedule: 1}}, " if first else ""
     case = scenario(
-        "{blocks: 12, max_num_seqs: 4, async_scheduling: true}",
-        "[{kind: full, block: 4}]",
-        "[{add: {id: A, prompt: [[p, 9]], max_tokens: 1, external: 8}}, {schedule: 1}, {load_failed: {id: A}}, {abort: A}, "
+        "{blocks: 12, max_num_seqs: 4, async_scheduling: true, retention_interval: null}",
+        f"[{group}]",
+        "[{add: {id: A, prompt: [[p, 9]], max_tokens: 1, external: 4}}, {schedule: 1}, {load_failed: {id: A}}, {abort: A}, "
         f"{others}{{update: 1}}, {second}{{run: 20}}]",
         "{name: scripted, load_failure: recompute}",
     )
