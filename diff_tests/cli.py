@@ -615,8 +615,9 @@ def reduce_command(
 ) -> int:
     """Find the smallest scenario that fails the same way.
 
-    The result shows a finding with the same kind, law, cause and group kind as the first finding of SCENARIO. Exit code
-    1, as the result still fails; 0 if SCENARIO does not fail, then there is nothing to reduce.
+    The result shows a finding with the same kind, law, cause and group kind as the first finding of SCENARIO, and the
+    same known issue, or none. Exit code 1, as the result still fails; 0 if SCENARIO does not fail, then there is nothing
+    to reduce.
     """
     from diff_tests.reduce import reduce
     from diff_tests.report import headline
@@ -629,10 +630,10 @@ def reduce_command(
         if not first.findings:
             click.echo(f"{scenario}: nothing found, nothing to reduce", err=True)
             return OK
-        fault = first.findings[0].finding.fault
+        fault, issue = first.findings[0].finding.fault, first.findings[0].issue
         found = reduce(
             value,
-            lambda candidate: any(j.finding.fault == fault for j in run_on(target, candidate).findings),
+            lambda candidate: any((j.finding.fault, j.issue) == (fault, issue) for j in run_on(target, candidate).findings),
             max_seconds=seconds,
         )
     text = dump(found.scenario)
