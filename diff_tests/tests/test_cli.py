@@ -14,10 +14,11 @@ from typing import Any
 import click
 import pytest
 
-from diff_tests import cli
+from diff_tests import cli, run
 from diff_tests.corpus import CORPUS, find_cases
 from diff_tests.tests.conftest import started
 from diff_tests.vllm_target.target import Target, TargetInfo
+from oracle.known_issues import load as known_issues
 from sim.releases import RELEASES
 from sim.scenario import load
 
@@ -242,6 +243,16 @@ def test_reduce_writes_a_smaller_scenario_that_fails_alike(tmp_path: Path, capsy
     assert sum(type(step).__name__ == "Add" for step in scenario.steps) == 1
     assert scenario.engine.blocks <= 4
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.usefixtures("shared_target")
+def test_reduce_keeps_to_what_no_known_issue_explains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started().defect = "leak_reference"
+    issue = known_issues()[0]
+    monkeypatch.setattr(run, "match", lambda finding, scenario, rules: issue if len(scenario.groups) < 3 else None)
+    small = tmp_path / "small.yaml"
+    assert cli.run_cli(["reduce", str(CORPUS / "several-block-sizes.yaml"), "-o", str(small)]) == 1
+    assert len(load(small).groups) == 3
 
 
 @pytest.mark.usefixtures("shared_target")
