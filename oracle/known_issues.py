@@ -153,10 +153,14 @@ def _padding_over_budget(subject: _Subject, wanted: Value) -> bool:
     return (speculative is not None and 1 + speculative.tokens > _rows_per_step(subject.scenario)) == wanted
 
 
+def _aligned(scenario: Scenario) -> list[Mamba]:
+    """Groups of states in mode align."""
+    return [group for group in scenario.groups if isinstance(group, Mamba) and group.mode == "align"]
+
+
 def _state_block_over_rows(subject: _Subject, wanted: Value) -> bool:
     rows, budget = _rows_per_step(subject.scenario), subject.scenario.engine.max_num_batched_tokens
-    sizes = [group.block for group in subject.scenario.groups if isinstance(group, Mamba) and group.mode == "align"]
-    return any(rows < size <= budget for size in sizes) == wanted
+    return any(rows < group.block <= budget for group in _aligned(subject.scenario)) == wanted
 
 
 def _drafts_fill_a_block(subject: _Subject, wanted: Value) -> bool:
@@ -181,7 +185,7 @@ def _num_states_in_flight(subject: _Subject) -> int:
     the one that it reads, and to 0.29 one more, as a state before a null is not let go."""
     if not subject.scenario.engine.async_scheduling:
         return 0
-    num_groups = sum(isinstance(group, Mamba) and group.mode == "align" for group in subject.scenario.groups)
+    num_groups = len(_aligned(subject.scenario))
     return num_groups if subject.rules.mamba_release_passes_nulls else 2 * num_groups
 
 
@@ -203,8 +207,7 @@ def _num_counted_nulls(subject: _Subject) -> int:
     """Entries of a step with a checkpoint that are counted as blocks and become null: those between its two states to 0.30,
     in 0.31 at most as many as there are blocks for drafts."""
     engine, rules = subject.scenario.engine, subject.rules
-    aligned = [group for group in subject.scenario.groups if isinstance(group, Mamba) and group.mode == "align"]
-    groups = [group for group in aligned if group.checkpoint_blocks]
+    groups = [group for group in _aligned(subject.scenario) if group.checkpoint_blocks]
     if rules.checkpoint_estimate_is_exact:
         most = min(engine.max_num_batched_tokens, engine.max_model_len)
         return sum(ceil_div(most, effective_block_size(group, engine.dcp, rules)) for group in groups)

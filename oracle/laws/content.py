@@ -201,7 +201,7 @@ def _key_cause(trial: Trial, group_index: int, request_index: int, num_tokens: i
     if content.until < 0 and num_tokens < content.stay.num_computed:
         # The prompt's end, too: the drafts of a padded admission pass it.
         return "drafted_state_key" if num_tokens >= content.stay.num_prefill else "passed_over_key"
-    if content.since is not None and not content.is_untold and content.position == group.last_position(num_tokens):
+    if content.since == content.until and content.position == group.last_position(num_tokens):
         return "checkpoint_key_again"
     if _state_went_on(content, num_tokens):
         return "outdated_state_key"
